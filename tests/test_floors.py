@@ -1,0 +1,497 @@
+"""The table of floors: which room may import what, at the top of a file and inside a function.
+
+ROOMS is the one table. A file of the package that is in no row fails, as does an import that its row does not allow;
+the message says what to do instead. Imports under `if TYPE_CHECKING:` are for types and always allowed.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("nlpconvert", "convert", "validators")
+# convert/ and validators/ stand at the top of the repository and install inside the package.
+INSIDE_THE_PACKAGE = {"convert": "nlpconvert.convert", "validators": "nlpconvert.validators"}
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What the rooms of a floor may import: our own floors and other people's packages, at the top and in functions.
+
+    What is allowed at the top is allowed inside a function too, save for frameworks (see Room).
+    """
+
+    top: frozenset[int]
+    inside: frozenset[int]
+    packages_top: frozenset[str]
+    packages_inside: frozenset[str]
+    advice: str
+
+
+def _set(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+FLOORS: dict[int, Floor] = {
+    0: Floor(
+        top=frozenset({0}),
+        inside=frozenset({0}),
+        packages_top=_set(""),
+        packages_inside=_set(""),
+        advice="errors and artifact are the types everyone shares: the standard library and nothing else",
+    ),
+    1: Floor(
+        top=frozenset({0, 1}),
+        inside=frozenset({0, 1}),
+        packages_top=_set("numpy"),
+        packages_inside=_set("scipy tokenizers"),
+        advice="arrays in, data out: take what a framework has to say as numpy arrays or as a callable",
+    ),
+    2: Floor(
+        top=frozenset({0, 1}),
+        inside=frozenset({0, 1}),
+        packages_top=_set("numpy"),
+        packages_inside=_set(""),
+        advice="rooms of floor 2 do not know each other: the pipeline brings them together, with callables",
+    ),
+    3: Floor(
+        top=frozenset({0, 1, 3}),
+        inside=frozenset({0, 1, 2, 3}),
+        packages_top=_set("numpy"),
+        packages_inside=_set(""),
+        advice="import floor 2 inside the function that needs it; a framework belongs at the top of a file of floor 2",
+    ),
+    4: Floor(
+        top=frozenset({0, 1}),
+        inside=frozenset({0, 1}),
+        packages_top=_set(""),
+        packages_inside=_set("jinja2 matplotlib"),
+        advice="the report turns data into lines and documents: compute on a lower floor and pass the result in",
+    ),
+    5: Floor(
+        top=frozenset({0}),
+        inside=frozenset({0, 3, 4}),
+        packages_top=_set("rich typer"),
+        packages_inside=_set(""),
+        advice="a command is a signature and a few lines: import pipeline, search, bench, report or doctor inside it",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Room:
+    """One row: a file, or all the files of a folder ("folder/*.py"), and its floor.
+
+    `frameworks`: packages of its own, imported at the top of the file (floor 2: at the top only; the file itself is
+    imported late). `late`: packages it may import inside functions besides, with the reason in a comment.
+    `rooms`: more of our own modules that it may import anywhere. `bars`: those it must not import all the same.
+    """
+
+    files: str
+    floor: int
+    frameworks: frozenset[str] = frozenset()
+    late: frozenset[str] = frozenset()
+    rooms: frozenset[str] = frozenset()
+    bars: frozenset[str] = frozenset()
+
+
+# The first row that fits a file holds.
+_NO_JUDGE = _set("nlpconvert.validators nlpconvert.backends")
+ROOMS: tuple[Room, ...] = (
+    # The package itself: `import nlpconvert` loads nothing, its `__getattr__` brings floor 3 when asked.
+    Room("nlpconvert/__init__.py", 0, rooms=_set("nlpconvert.pipeline")),
+    Room("nlpconvert/__main__.py", 5, rooms=_set("nlpconvert.cli")),
+    Room("nlpconvert/errors.py", 0),
+    Room("nlpconvert/artifact.py", 0),
+    Room("nlpconvert/manifest.py", 0),
+    Room("nlpconvert/disk.py", 0),
+    Room("nlpconvert/host.py", 0),
+    Room("nlpconvert/models.py", 1),
+    Room("nlpconvert/inputs.py", 1),
+    Room("nlpconvert/probes.py", 1),
+    Room("nlpconvert/data.py", 1),
+    # safetensors with numpy only: goldens are read where there is no torch.
+    Room("nlpconvert/golden.py", 1, _set("safetensors")),
+    # A structure check opens the artifact's own file, inside its function.
+    Room("validators/*.py", 1, late=_set("onnx onnx_ir")),
+    Room("nlpconvert/source.py", 2, _set("torch transformers tokenizers safetensors huggingface_hub")),
+    Room("nlpconvert/triton.py", 2, _set("tritonclient google")),
+    Room("convert/torchscript.py", 2, _set("torch transformers"), bars=_NO_JUDGE),
+    Room("convert/onnx.py", 2, _set("torch transformers onnx onnx_ir onnxscript"), bars=_NO_JUDGE),
+    Room("convert/trt.py", 2, _set("onnx onnx_ir polygraphy tensorrt tensorrt_rtx"), bars=_NO_JUDGE),
+    # How an artifact is run: the interface that the files beside it fill.
+    Room("nlpconvert/backends/__init__.py", 1),
+    Room("nlpconvert/backends/pytorch.py", 2, _set("torch transformers"), rooms=_set("nlpconvert.backends")),
+    Room("nlpconvert/backends/torchscript.py", 2, _set("torch"), rooms=_set("nlpconvert.backends")),
+    Room("nlpconvert/backends/onnxruntime.py", 2, _set("onnxruntime onnx onnx_ir"), rooms=_set("nlpconvert.backends")),
+    Room(
+        "nlpconvert/backends/tensorrt.py",
+        2,
+        _set("polygraphy tensorrt tensorrt_rtx"),
+        rooms=_set("nlpconvert.backends"),
+    ),
+    Room("nlpconvert/pipeline.py", 3),
+    Room("nlpconvert/search.py", 3),
+    Room("nlpconvert/bench.py", 3),
+    Room("nlpconvert/doctor.py", 3),
+    Room("nlpconvert/report.py", 4),
+    Room("nlpconvert/cli.py", 5),
+)
+
+TERMINAL_FLOOR = 5
+
+
+def row_of(file: str) -> Room | None:
+    """The row that holds for a file, given by its path in the repository."""
+    for room in ROOMS:
+        folder, _, name = room.files.rpartition("/")
+        if file == room.files or (name == "*.py" and file.startswith(folder + "/") and file.endswith(".py")):
+            return room
+    return None
+
+
+# -- reading imports ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: every module it may mean, the longest first, where it stands, and whether in a function."""
+
+    candidates: tuple[str, ...]
+    line: int
+    in_function: bool
+    guarded: bool  # inside a `try` whose handler goes on without it
+
+
+def module_of(file: str) -> str:
+    """`convert/onnx.py` -> `nlpconvert.convert.onnx`; a package's `__init__.py` -> the package."""
+    parts = list(Path(file).with_suffix("").parts)
+    if parts[0] in INSIDE_THE_PACKAGE:
+        parts[:1] = INSIDE_THE_PACKAGE[parts[0]].split(".")
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def file_of(module: str) -> str:
+    """`nlpconvert.convert.onnx` -> `convert/onnx.py`: where a module of ours would stand if it were no package."""
+    for folder, package in INSIDE_THE_PACKAGE.items():
+        if module == package or module.startswith(package + "."):
+            module = folder + module.removeprefix(package)
+    return module.replace(".", "/") + ".py"
+
+
+def imports(file: str, tree: ast.Module) -> Iterator[Import]:
+    """Every import of a file, those under `if TYPE_CHECKING:` left out."""
+    package = module_of(file) if file.endswith("/__init__.py") else module_of(file).rpartition(".")[0]
+
+    def found(node: ast.AST, in_function: bool, guarded: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import((alias.name,), node.lineno, in_function, guarded)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.rsplit(".", node.level - 1)[0]
+                base = f"{above}.{base}" if base else above
+            for alias in node.names:
+                yield Import((f"{base}.{alias.name}", base), node.lineno, in_function, guarded)
+        elif isinstance(node, ast.Call) and _name(node.func) in {
+            "importlib.import_module",
+            "import_module",
+            "__import__",
+        }:
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield Import((first.value,), node.lineno, in_function, guarded)
+
+    def walk(node: ast.AST, in_function: bool, guarded: bool) -> Iterator[Import]:
+        yield from found(node, in_function, guarded)
+        if isinstance(node, ast.If) and _name(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+            children: list[tuple[ast.AST, bool]] = [(child, guarded) for child in node.orelse]
+        elif isinstance(node, ast.Try):
+            goes_on = any(not _raises(handler) for handler in node.handlers)
+            children = [(child, guarded or goes_on) for child in node.body]
+            children += [(child, guarded) for child in (*node.handlers, *node.orelse, *node.finalbody)]
+        else:
+            children = [(child, guarded) for child in ast.iter_child_nodes(node)]
+        function = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child, child_guarded in children:
+            yield from walk(child, function, child_guarded)
+
+    yield from walk(tree, False, False)
+
+
+def _name(node: ast.AST) -> str:
+    """A dotted name as written, "" for any other expression."""
+    return ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+
+
+def _raises(handler: ast.ExceptHandler) -> bool:
+    return any(isinstance(node, ast.Raise) for node in ast.walk(handler))
+
+
+# -- the check ---------------------------------------------------------------------------------------------------------
+
+
+def violations(file: str, source: str, files: frozenset[str]) -> list[str]:
+    """What a file does against the table, one line each: place, what, and a sentence of advice.
+
+    `file` is the path in the repository, `files` all files of the package, to tell a module from a name in it.
+    """
+    room = row_of(file)
+    if room is None:
+        return [
+            f"{file}: is in no row of ROOMS in tests/test_floors.py. Add a row that says its floor and its frameworks."
+        ]
+    tree = ast.parse(source, filename=file)
+    modules = {module_of(path): path for path in files}
+    found = []
+    for each in imports(file, tree):
+        problem = _problem(file, room, each, modules)
+        if problem:
+            found.append(f"{file}:{each.line}: floor {room.floor} {problem}")
+    if room.floor < TERMINAL_FLOOR:
+        found += [
+            f"{file}:{node.lineno}: floor {room.floor} prints. The terminal is cli's: return data and let it speak."
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and _name(node.func) == "print"
+        ]
+    return found
+
+
+def _problem(file: str, room: Room, each: Import, modules: dict[str, str]) -> str:
+    """What is wrong with one import, "" when nothing is."""
+    root = each.candidates[0].partition(".")[0]
+    where = "inside a function" if each.in_function else "at the top"
+    if root in sys.stdlib_module_names:
+        return ""
+    if root in FOLDERS or root in {"tests", "fixtures", "benchmarks"}:
+        return _our_problem(file, room, each, modules, where)
+    return _package_problem(room, each, root, where)
+
+
+def _our_problem(file: str, room: Room, each: Import, modules: dict[str, str], where: str) -> str:
+    base = each.candidates[-1]
+    if not (base == "nlpconvert" or base.startswith("nlpconvert.")):
+        return (
+            f"imports {base} from the top of the repository. Installed, it is not there: "
+            "convert and validators are nlpconvert.convert and nlpconvert.validators, the tests are not shipped."
+        )
+    target = next((name for name in each.candidates if name in modules), None)
+    if target is None:
+        # A folder without __init__.py, or a file that is not there (yet): go by its name.
+        target = next((name for name in each.candidates if row_of(file_of(name))), base)
+    if any(target == barred or target.startswith(barred + ".") for barred in room.bars):
+        return f"imports {target}. convert never runs or scores what it makes: take a callable from the pipeline."
+    target_file = modules.get(target, file_of(target))
+    if target in room.rooms or target_file == file:
+        return ""
+    if target == "nlpconvert":  # a name that `nlpconvert/__init__.py` itself holds, such as __version__
+        return ""
+    target_room = row_of(target_file)
+    if target_room is None:
+        return f"imports {target}, which is in no row of ROOMS in tests/test_floors.py. Import the file that is meant."
+    floor = FLOORS[room.floor]
+    if target_room.floor in (floor.inside if each.in_function else floor.top):
+        return ""
+    return f"imports {target} (floor {target_room.floor}) {where}. Rule: {floor.advice}."
+
+
+def _package_problem(room: Room, each: Import, root: str, where: str) -> str:
+    floor = FLOORS[room.floor]
+    if each.guarded and not each.in_function:
+        return (
+            f"goes on when {root} is missing. The file is the dependency boundary: import it plainly; "
+            "who imports this file late says which extra is missing."
+        )
+    if room.floor == 2 and root in room.frameworks and each.in_function and root not in room.late:
+        return (
+            f"imports {root} inside a function. A framework stands at the top of its file; the file is imported late."
+        )
+    allowed = floor.packages_top | room.frameworks
+    if each.in_function:
+        allowed |= floor.packages_inside | room.late
+    if root in allowed:
+        return ""
+    if not each.in_function and root in floor.packages_inside | room.late:
+        return f"imports {root} at the top. Import it inside the function that needs it."
+    if room.floor == 2:
+        return f"imports {root} {where}, which its row in ROOMS does not list. Add it there, or let another file do it."
+    if root in {"typer", "rich", "click"}:
+        return f"imports {root} {where}. The terminal is cli's: return data and let it speak."
+    return f"imports {root} {where}. Rule: {floor.advice}."
+
+
+# -- the tests ---------------------------------------------------------------------------------------------------------
+
+
+def package_files() -> list[str]:
+    """Every Python file of the three folders by its path in the repository (rglob does not follow the links)."""
+    return sorted(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", package_files())
+def test_file_holds_its_floor(file: str) -> None:
+    found = violations(file, (ROOT / file).read_text(encoding="utf-8"), frozenset(package_files()))
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_the_walk_sees_every_folder() -> None:
+    """An empty walk must not pass."""
+    folders = {Path(file).parent.as_posix() for file in package_files()}
+    assert folders >= {*FOLDERS, "nlpconvert/backends"}
+
+
+# The files that the synthetic sources below may import.
+HOUSE = frozenset(
+    {
+        "nlpconvert/__init__.py",
+        "nlpconvert/errors.py",
+        "nlpconvert/artifact.py",
+        "nlpconvert/models.py",
+        "nlpconvert/source.py",
+        "nlpconvert/backends/__init__.py",
+        "nlpconvert/backends/torchscript.py",
+        "nlpconvert/pipeline.py",
+        "nlpconvert/report.py",
+        "nlpconvert/cli.py",
+        "convert/onnx.py",
+        "convert/torchscript.py",
+        "validators/elementwise.py",
+    }
+)
+
+
+def _in_function(line: str) -> str:
+    return f"def verb():\n    {line}\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("nlpconvert/artifact.py", "import json\nfrom pathlib import Path\nfrom .errors import DriftError\n"),
+        ("nlpconvert/artifact.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n"),
+        ("nlpconvert/artifact.py", "import typing\nif typing.TYPE_CHECKING:\n    from nlpconvert.cli import main\n"),
+        ("nlpconvert/__init__.py", _in_function("from nlpconvert import pipeline")),
+        ("nlpconvert/__main__.py", "from nlpconvert.cli import main\n"),
+        ("nlpconvert/inputs.py", "import numpy as np\nfrom nlpconvert.models import Task\n"),
+        ("nlpconvert/inputs.py", _in_function("import tokenizers")),
+        ("validators/elementwise.py", "import numpy\nfrom nlpconvert.artifact import Artifact\n"),
+        ("validators/elementwise.py", _in_function("import onnx")),
+        ("convert/onnx.py", "import torch\nimport numpy\nfrom nlpconvert.errors import ConversionError\n"),
+        ("nlpconvert/backends/torchscript.py", "import torch\nfrom nlpconvert.backends import Session\n"),
+        ("nlpconvert/backends/torchscript.py", "import torch\nfrom . import Session\n"),
+        ("nlpconvert/pipeline.py", "import numpy\nfrom nlpconvert.artifact import STEPS\n"),
+        ("nlpconvert/pipeline.py", _in_function("from nlpconvert.convert import onnx")),
+        ("nlpconvert/report.py", _in_function("import jinja2")),
+        ("nlpconvert/cli.py", "import typer\nfrom rich.console import Console\nfrom nlpconvert import __version__\n"),
+        ("nlpconvert/cli.py", _in_function("from nlpconvert import pipeline, report")),
+        ("nlpconvert/cli.py", _in_function("print('said')")),
+    ],
+)
+def test_checker_allows(file: str, source: str) -> None:
+    assert violations(file, source, HOUSE) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "expected"),
+    [
+        # No row.
+        ("nlpconvert/attic.py", "", "is in no row"),
+        # Floor 0: the standard library only.
+        ("nlpconvert/errors.py", "import numpy\n", "imports numpy at the top"),
+        ("nlpconvert/errors.py", _in_function("import numpy"), "imports numpy inside a function"),
+        ("nlpconvert/errors.py", "import rich\n", "The terminal is cli's"),
+        ("nlpconvert/errors.py", "from nlpconvert.models import Task\n", "imports nlpconvert.models (floor 1)"),
+        ("nlpconvert/errors.py", "from .models import Task\n", "imports nlpconvert.models (floor 1)"),
+        ("nlpconvert/errors.py", "print('drift')\n", "prints"),
+        ("nlpconvert/__init__.py", "from nlpconvert.models import TASKS\n", "imports nlpconvert.models (floor 1)"),
+        ("nlpconvert/__init__.py", "import torch\n", "imports torch at the top"),
+        # TYPE_CHECKING spares its own branch only.
+        (
+            "nlpconvert/errors.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    pass\nelse:\n    import numpy\n",
+            "imports numpy at the top",
+        ),
+        # A class body and an `if` run at import, so they are the top.
+        ("nlpconvert/cli.py", "class Console:\n    from nlpconvert import pipeline\n", "(floor 3) at the top"),
+        ("nlpconvert/cli.py", "import os\nif os.name:\n    import nlpconvert.pipeline\n", "(floor 3) at the top"),
+        # Floor 1: numpy, no framework, heavy helpers inside functions.
+        ("nlpconvert/models.py", "import torch\n", "imports torch at the top"),
+        ("nlpconvert/models.py", _in_function("import torch"), "imports torch inside a function"),
+        ("nlpconvert/inputs.py", "import tokenizers\n", "inside the function that needs it"),
+        ("nlpconvert/inputs.py", "from nlpconvert import source\n", "imports nlpconvert.source (floor 2)"),
+        ("validators/elementwise.py", "import scipy.stats\n", "inside the function that needs it"),
+        ("validators/elementwise.py", "import onnx\n", "inside the function that needs it"),
+        ("validators/elementwise.py", "import onnxruntime\n", "imports onnxruntime at the top"),
+        ("validators/elementwise.py", "from ..convert import onnx\n", "imports nlpconvert.convert.onnx (floor 2)"),
+        # Floor 2: its own frameworks, at the top; not each other; convert never judges.
+        ("convert/torchscript.py", "import onnx\n", "its row in ROOMS does not list"),
+        ("convert/torchscript.py", _in_function("import torch"), "A framework stands at the top"),
+        ("convert/torchscript.py", "from nlpconvert.convert import onnx\n", "do not know each other"),
+        ("convert/torchscript.py", "from . import onnx\n", "do not know each other"),
+        ("convert/torchscript.py", _in_function("import nlpconvert.source"), "do not know each other"),
+        ("convert/onnx.py", "from nlpconvert.validators import elementwise\n", "never runs or scores"),
+        (
+            "convert/onnx.py",
+            _in_function("from nlpconvert.validators.elementwise import score"),
+            "never runs or scores",
+        ),
+        ("convert/onnx.py", "from nlpconvert.backends import Session\n", "never runs or scores"),
+        ("convert/onnx.py", "from ..backends import torchscript\n", "never runs or scores"),
+        ("convert/onnx.py", "from nlpconvert import backends\n", "never runs or scores"),
+        ("convert/onnx.py", _in_function("print('exporting')"), "prints"),
+        ("nlpconvert/source.py", "import typer\n", "does not list"),
+        # The dependency boundary is the file.
+        (
+            "convert/torchscript.py",
+            "try:\n    import torch\nexcept ImportError:\n    torch = None\n",
+            "goes on when torch",
+        ),
+        # Floor 3: floor 2 inside functions, no framework anywhere, no terminal.
+        ("nlpconvert/pipeline.py", "from nlpconvert.convert import onnx\n", "import floor 2 inside the function"),
+        ("nlpconvert/pipeline.py", "from nlpconvert import source\n", "import floor 2 inside the function"),
+        ("nlpconvert/pipeline.py", _in_function("import torch"), "imports torch inside a function"),
+        ("nlpconvert/pipeline.py", _in_function("__import__('torch')"), "imports torch inside a function"),
+        (
+            "nlpconvert/pipeline.py",
+            "import importlib\n" + _in_function("importlib.import_module('onnx')"),
+            "imports onnx inside a function",
+        ),
+        ("nlpconvert/pipeline.py", "import typer\n", "The terminal is cli's"),
+        ("nlpconvert/pipeline.py", _in_function("print('done')"), "prints"),
+        ("nlpconvert/pipeline.py", "from nlpconvert import cli\n", "imports nlpconvert.cli (floor 5)"),
+        # Floor 4: types in, lines and documents out.
+        ("nlpconvert/report.py", "import matplotlib\n", "inside the function that needs it"),
+        ("nlpconvert/report.py", _in_function("import torch"), "imports torch inside a function"),
+        ("nlpconvert/report.py", "from nlpconvert.pipeline import run\n", "imports nlpconvert.pipeline (floor 3)"),
+        # Floor 5: nothing heavy, and the rest of the house late.
+        ("nlpconvert/cli.py", "import numpy\n", "imports numpy at the top"),
+        ("nlpconvert/cli.py", _in_function("import numpy"), "imports numpy inside a function"),
+        ("nlpconvert/cli.py", _in_function("import torch"), "imports torch inside a function"),
+        ("nlpconvert/cli.py", "from nlpconvert import pipeline\n", "imports nlpconvert.pipeline (floor 3) at the top"),
+        ("nlpconvert/cli.py", "from .report import lines\n", "imports nlpconvert.report (floor 4) at the top"),
+        ("nlpconvert/cli.py", _in_function("from nlpconvert import source"), "imports nlpconvert.source (floor 2)"),
+        # The repository's top is not the package.
+        (
+            "nlpconvert/pipeline.py",
+            _in_function("from validators import elementwise"),
+            "from the top of the repository",
+        ),
+        ("nlpconvert/pipeline.py", _in_function("import convert.onnx"), "from the top of the repository"),
+        ("nlpconvert/pipeline.py", "from tests.conftest import ROOT\n", "from the top of the repository"),
+    ],
+)
+def test_checker_complains(file: str, source: str, expected: str) -> None:
+    found = violations(file, source, HOUSE)
+    assert len(found) == 1, found
+    assert expected in found[0]
+    assert found[0].startswith(file)
