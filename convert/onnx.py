@@ -1,8 +1,8 @@
 """Floor 2: a loaded model to ONNX.
 
-`transformers.exporters` first; the older exporter where that fails, with the reason recorded. Then the graph is put in order
-(`onnx_graph`): named axes, every shared weight once, module scopes kept, nothing of this machine left in it. Judging the
-result is not done here.
+`transformers.exporters` first; the older exporter where that fails, with the reason recorded. Then the graph is put
+in order (`onnx_graph`): named axes, every shared weight once, module scopes kept, nothing of this machine left in it.
+Judging the result is not done here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import inspect
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ import onnx_ir
 import onnxscript
 import torch
 import transformers
+from transformers.exporters.configs import OnnxConfig
+from transformers.exporters.exporter_onnx import OnnxExporter
 
 from nlpconvert.artifact import Made, TensorSpec
 from nlpconvert.convert import onnx_graph
@@ -64,8 +67,8 @@ def convert(
 ) -> Made:
     """Writes `model.onnx` (+ `model.onnx.data`) and the companions into `directory`.
 
-    `module`: a model whose forward takes keyword tensors and returns a dict of named tensors. `example`: int64 arrays by
-    input name. `companions`: the checkpoint's directory. `parameter_bytes`: of the unique parameters, in float32.
+    `module`: a model whose forward takes keyword tensors and returns a dict of named tensors. `example`: int64 arrays
+    by input name. `companions`: the checkpoint's directory. `parameter_bytes`: of the unique parameters, in float32.
     Raises ConversionError when neither exporter can, UsageError for an opset out of range.
     """
     opset = DEFAULT_OPSET if opset is None else opset
@@ -157,21 +160,17 @@ def _export(
 def _export_transformers(
     module: torch.nn.Module, inputs: dict[str, torch.Tensor], facts: Facts, opset: int
 ) -> onnx_ir.Model:
-    from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
-
     # AUTO and not a named Dim: torch's guard on a length limit (2 <= sequence <= 512) makes a named Dim an error.
     # What comes out frozen all the same is refused afterwards, by the specs and by the verdict.
     auto = torch.export.Dim.AUTO
     shapes = {name: dict.fromkeys(range(tensor.ndim), auto) for name, tensor in inputs.items()}
     config = OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=opset)
-    # The exporter's annotation asks for a PreTrainedModel; that is what `module` is.
-    program: onnx_ir.Model = OnnxExporter().export(module, dict(inputs), config).program  # type: ignore[arg-type]
+    exporter: Any = OnnxExporter()  # type: ignore[no-untyped-call]
+    program: onnx_ir.Model = exporter.export(module, dict(inputs), config).program
     return program
 
 
 def _export_legacy(module: torch.nn.Module, inputs: dict[str, torch.Tensor], facts: Facts, opset: int) -> onnx_ir.Model:
-    import tempfile
-
     names = list(inputs)
     outputs = [row.name for row in facts.outputs]
     axes: dict[str, dict[int, str]] = {
@@ -218,7 +217,7 @@ class _Keywords(torch.nn.Module):
             return tuple(self.module(**bound).values())
 
         forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        self.forward = forward  # type: ignore[method-assign]
+        self.forward = forward
         self.eval()
 
 

@@ -1,7 +1,7 @@
 """Floor 2: putting an exported ONNX graph in order, in place.
 
-Names for axes and weights, every shared weight once, no path of this machine; specs read back. Nothing here changes what
-the graph computes.
+Names for axes and weights, every shared weight once, no path of this machine; specs read back. Nothing here changes
+what the graph computes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ INSIDE_BYTES = 1024
 
 
 def share_weights(graph: onnx_ir.Graph) -> int:
-    """Makes every initialiser that repeats another, or is another transposed, use that one. Returns how many were freed.
+    """Makes every initialiser that repeats another, or is another transposed, use that one. Returns how many were
+    freed.
 
     A transposed twin becomes a Transpose node (a runtime folds it when it opens the file). Tied heads and ALBERT's
-    shared layers come out of the exporters as copies. A key of a few elements on the diagonal, which transposing leaves in place,
-    keeps the exact comparisons few; so nothing is hashed and at most two tensors are looked at in full at a time.
+    shared layers come out of the exporters as copies. A key of a few elements on the diagonal, which transposing
+    leaves in place, keeps the exact comparisons few; so nothing is hashed and at most two tensors are looked at in
+    full at a time.
     """
     groups: dict[tuple[object, ...], list[onnx_ir.Value]] = {}
     freed = 0
@@ -114,7 +116,7 @@ def name_axes(graph: onnx_ir.Graph, inputs: Mapping[str, Sequence[str]], outputs
     """
     renamed: dict[str, str] = {}
     for value in graph.inputs:
-        if value.shape is None or value.name not in inputs:
+        if value.shape is None or value.name is None or value.name not in inputs:
             continue
         for size, axis in zip(value.shape, inputs[value.name], strict=True):
             if isinstance(size, onnx_ir.SymbolicDim) and size.value is not None:

@@ -30,8 +30,8 @@ def convert(
 ) -> Made:
     """Writes `model.pt` into `directory`.
 
-    `module`: a model whose forward takes keyword tensors and returns a dict of named tensors. `example`: int64 arrays by
-    input name; its sizes do not bind the artifact. Raises ConversionError when torch cannot trace or script it.
+    `module`: a model whose forward takes keyword tensors and returns a dict of named tensors. `example`: int64 arrays
+    by input name; its sizes do not bind the artifact. Raises ConversionError when torch cannot trace or script it.
     """
     if method not in METHODS:
         raise UsageError(f"--method {method} is not one of {', '.join(METHODS)}")
@@ -79,8 +79,11 @@ def _trace(module: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.ji
         with warnings.catch_warnings():
             # Tracer warnings name every place that might freeze; whether one did is what the verdict measures.
             warnings.simplefilter("ignore")
-            traced = torch.jit.trace(module, example_kwarg_inputs=dict(inputs), strict=False, check_trace=False)
-            return torch.jit.freeze(traced.eval())
+            traced: torch.jit.ScriptModule = torch.jit.trace(  # type: ignore[no-untyped-call]
+                module, example_kwarg_inputs=dict(inputs), strict=False, check_trace=False
+            )
+            frozen: torch.jit.ScriptModule = torch.jit.freeze(traced.eval())
+            return frozen
     except (MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:
@@ -94,21 +97,23 @@ def _script(module: torch.nn.Module) -> torch.jit.ScriptModule:
     plain = type(module).forward.__get__(module)
     forward, module.forward = module.forward, plain
     try:
-        return torch.jit.freeze(torch.jit.script(module).eval())
+        frozen: torch.jit.ScriptModule = torch.jit.freeze(torch.jit.script(module).eval())
+        return frozen
     except (MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:
         line = next((part.strip() for part in str(error).splitlines() if part.strip()), "no message")
         raise ConversionError(
-            f"torch.jit.script does not take {type(module).__name__} ({line[:160]}); use --method trace, which is measured "
-            "at other shapes than the example's"
+            f"torch.jit.script does not take {type(module).__name__} ({line[:160]}); use --method trace, which is "
+            "measured at other shapes than the example's"
         ) from error
     finally:
         module.forward = forward
 
 
 def _strip_paths(source: Path, target: Path) -> None:
-    """Copies an archive record by record without the debug records, which hold absolute paths of the exporting machine."""
+    """Copies an archive record by record without the debug records, which hold absolute paths of the exporting
+    machine."""
     reader = torch._C.PyTorchFileReader(str(source))
     writer = torch._C.PyTorchFileWriter(str(target))
     written_by_itself = {".data/serialization_id", "version", "byteorder"}

@@ -7,19 +7,23 @@ length limit really is. No class per model, no torch.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from nlpconvert.errors import UsageError
 
 
 @dataclass(frozen=True)
 class OutputRow:
     """One output of a task: its name, its axes, and how it is judged below float32.
 
-    Axes are "batch", "sequence", "decoder_sequence", "choices" (dynamic) or any other word (fixed size). An output with a
-    sequence axis (always the second) is scored where that axis's mask is 1.
+    Axes are "batch", "sequence", "decoder_sequence", "choices" (dynamic) or any other word (fixed size). An output
+    with a sequence axis (always the second) is scored where that axis's mask is 1.
     `measure`: "embedding" (cosine), "decisions" (argmax over the last axis), "distribution" (KL over the last axis),
-    "position" (argmax over the sequence axis, for question answering).
+    "position" (argmax over the sequence axis, for question answering), "score" (one number per row, as of a
+    regression head: there is no decision to change, so it is judged by element).
     """
 
     name: str
@@ -194,6 +198,11 @@ _WINDOWED = (
     "lengths answer wrongly (also at the export shape)"
 )
 
+_BLOCK_SPARSE = (
+    "block-sparse attention picks its random blocks in Python from the example's length and freezes them at export; "
+    'set "attention_type": "original_full" in config.json to convert it'
+)
+
 ARCHITECTURES: dict[str, Architecture] = {
     row.model_type: row
     for row in (
@@ -232,19 +241,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture("led", refused=_WINDOWED),
         Architecture(
             "funnel",
-            refused="its pooling positions are computed in Python from the example's length and freeze at export, so that "
-            "shorter inputs run and answer wrongly",
+            refused="its pooling positions are computed in Python from the example's length and freeze at export, so "
+            "that shorter inputs run and answer wrongly",
         ),
         Architecture(
             "big_bird",
-            refused="block-sparse attention picks its random blocks in Python from the example's length and freezes them at "
-            'export; set "attention_type": "original_full" in config.json to convert it',
+            refused=_BLOCK_SPARSE,
             refused_when={"attention_type": "block_sparse"},
         ),
         Architecture(
             "bigbird_pegasus",
-            refused="block-sparse attention picks its random blocks in Python from the example's length and freezes them at "
-            'export; set "attention_type": "original_full" in config.json to convert it',
+            refused=_BLOCK_SPARSE,
             refused_when={"attention_type": "block_sparse"},
         ),
     )
@@ -317,3 +324,15 @@ def input_axes(name: str, task: str) -> tuple[str, ...]:
     """Axes of an input; multiple choice has one more after the batch."""
     axes = INPUT_AXES[name]
     return (axes[0], "choices", *axes[1:]) if TASKS[task].choices else axes
+
+
+def facts_from_data(data: Mapping[str, Any]) -> Facts:
+    """Facts back from the plain values that a manifest keeps. Raises UsageError when a field is missing or unknown."""
+    names = {f.name for f in dataclasses.fields(Facts)}
+    if missing := sorted(names - set(data)):
+        raise UsageError(
+            f"the manifest's facts lack {', '.join(missing)}; run the conversion again into a new directory"
+        )
+    values: dict[str, Any] = {name: tuple(data[name]) if isinstance(data[name], list) else data[name] for name in names}
+    values["outputs"] = tuple(OutputRow(**{**row, "axes": tuple(row["axes"])}) for row in data["outputs"])
+    return Facts(**values)

@@ -17,7 +17,7 @@ class TorchScriptSession:
         self._module = module
         self._inputs = [spec.name for spec in artifact.inputs]
         self._device = device
-        self.provider = f"torch {torch.__version__} {device}"
+        self.provider = f"{device} (torch {torch.__version__})"
         self.precision = artifact.precision
 
     def run(self, batch: Batch) -> dict[str, np.ndarray]:
@@ -46,10 +46,10 @@ def open(artifact: Artifact, *, device: str = "cpu", threads: int | None = None)
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        module = torch.jit.load(str(artifact.path), map_location=device).eval()
+        module = torch.jit.load(str(artifact.path), map_location=device).eval()  # type: ignore[no-untyped-call]
     except (RuntimeError, ValueError) as error:
         raise DriftError(f"torch cannot open {artifact.path.name}: {str(error).splitlines()[0][:200]}") from error
-    # The profiling executor recompiles for the first shapes it sees, which costs more than it brings here and has its own
-    # rounding; the graph as written is what is judged.
+    # The profiling executor recompiles for the first shapes it sees, which costs more than it brings here and has its
+    # own rounding; the graph as written is what is judged.
     torch.jit.set_fusion_strategy([("DYNAMIC", 0)])
     return TorchScriptSession(module, artifact, device)

@@ -1,0 +1,428 @@
+"""Floor 5: the command line: a thin coat over `pipeline`. Signatures, help and the terminal; nothing is decided here.
+
+Typer and rich stand at the top; everything else is imported by the command that needs it, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nlpconvert import __version__
+from nlpconvert.errors import EXIT_CODES, NlpconvertError, UsageError
+
+if TYPE_CHECKING:
+    from nlpconvert.artifact import Outcome
+    from nlpconvert.pipeline import Options
+
+# Typer carries a click of its own; the base of its errors is reached through one that it shows.
+ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+EPILOG = "Exit codes: " + "; ".join(f"{row.code} {row.meaning}" for row in EXIT_CODES) + "."
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    epilog=EPILOG,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Convert a Hugging Face transformer, and after each step measure how far the answers moved from PyTorch.",
+)
+
+# ---- options that several commands share ---------------------------------------------------------------------------
+
+Model = Annotated[str, typer.Argument(help="A local checkpoint directory or a hub id.", show_default=False)]
+Out = Annotated[Path, typer.Option("-o", "--out", help="The directory of this source's artifacts.", show_default=False)]
+OutArgument = Annotated[Path, typer.Argument(help="A directory that nlpconvert has made.", show_default=False)]
+Task = Annotated[str | None, typer.Option(help="The task, instead of the one config.json's architecture stands for.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
+Device = Annotated[str, typer.Option(help="Where to trace and where the reference runs: cpu or cuda.")]
+Provider = Annotated[str, typer.Option(help="What ONNX Runtime runs on: cpu, cuda or tensorrt.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the runtimes.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace a step that exists, when the new one is whole.")]
+Data = Annotated[Path | None, typer.Option(help="Your own text as well: .txt, .jsonl or .csv.")]
+Columns = Annotated[str, typer.Option(help="Names of your columns: text=body,label=y.")]
+Tolerance = Annotated[
+    list[str] | None, typer.Option(help='"cosine>=0.995", "changed<=0.5%", "kl<=0.02", "abs<=1e-3" or "rel<=1e-3".')
+]
+Budget = Annotated[int, typer.Option(min=1, help="MB of reference answers to keep.")]
+MissingWeights = Annotated[
+    bool, typer.Option("--allow-missing-weights", help="Accept weights that were never trained.")
+]
+RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code from the model's directory.")]
+AllowUnverified = Annotated[str, typer.Option(help="Steps that may end as 'not run here', with commas.")]
+KeepGoing = Annotated[bool, typer.Option("--keep-going", help="Do not stop at the first step that fails or drifts.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Only what went wrong.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="The details of agreeing outputs too.")]
+Json = Annotated[bool, typer.Option("--json", help="The outcomes as JSON on standard output.")]
+Method = Annotated[str, typer.Option(help="trace or script.")]
+Opset = Annotated[int | None, typer.Option(help="ONNX opset (20).")]
+Runtime = Annotated[
+    str | None, typer.Option(help="tensorrt or tensorrt-rtx; else the one installed that fits the GPU.")
+]
+Minimum = Annotated[str | None, typer.Option("--min", help="Smallest shape of the profile: 1x1 (batch x sequence).")]
+Optimum = Annotated[str | None, typer.Option("--opt", help="Shape to optimise for: 8x128.")]
+Maximum = Annotated[str | None, typer.Option("--max", help="Largest shape: 32x512.")]
+Tf32 = Annotated[
+    bool, typer.Option("--tf32/--no-tf32", help="Let float32 products round their inputs (faster, less exact).")
+]
+Workspace = Annotated[int | None, typer.Option(min=1, help="MiB of scratch memory for the builder.")]
+Hardware = Annotated[
+    bool, typer.Option("--hardware-compatibility", help="An engine for other GPUs too (tensorrt only).")
+]
+TimingCache = Annotated[Path | None, typer.Option(help="File of measured kernels to reuse (tensorrt only).")]
+Capability = Annotated[list[str] | None, typer.Option(help="Build for this compute capability only, such as 8.9.")]
+
+
+def _options(
+    columns: str = "", tolerance: Sequence[str] | None = None, golden_budget: int | None = None, **given: Any
+) -> Options:
+    from nlpconvert.pipeline import Options
+
+    if golden_budget is not None:
+        given["golden_budget"] = golden_budget * 2**20
+    return Options(columns=columns, tolerance=",".join(tolerance or ()), **given)
+
+
+# ---- commands ------------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog=EPILOG)
+def run(
+    model: Model,
+    out: Out,
+    to: Annotated[
+        str | None, typer.Option(help="Steps with commas: torchscript,onnx,trt. Parents are made too.")
+    ] = None,
+    task: Task = None,
+    revision: Revision = None,
+    device: Device = "cpu",
+    provider: Provider = "cpu",
+    threads: Threads = None,
+    data: Data = None,
+    columns: Columns = "",
+    tolerance: Tolerance = None,
+    golden_budget: Budget = 32,
+    allow_missing_weights: MissingWeights = False,
+    trust_remote_code: RemoteCode = False,
+    method: Method = "trace",
+    opset: Opset = None,
+    runtime: Runtime = None,
+    minimum: Minimum = None,
+    optimum: Optimum = None,
+    maximum: Maximum = None,
+    tf32: Tf32 = False,
+    workspace: Workspace = None,
+    keep_going: KeepGoing = False,
+    allow_unverified: AllowUnverified = "",
+    force: Force = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    json: Json = False,
+) -> None:
+    """The whole line: TorchScript, ONNX and a TensorRT engine, each judged before the next."""
+    given = _given(locals(), "model", "out", "to", "allow_unverified", "quiet", "verbose", "json")
+    _line(model, out, _names(to) if to is not None else None, given, allow_unverified, quiet, verbose, json)
+
+
+@app.command(epilog=EPILOG)
+def torchscript(
+    model: Model,
+    out: Out,
+    method: Method = "trace",
+    task: Task = None,
+    revision: Revision = None,
+    device: Device = "cpu",
+    threads: Threads = None,
+    data: Data = None,
+    columns: Columns = "",
+    tolerance: Tolerance = None,
+    golden_budget: Budget = 32,
+    allow_missing_weights: MissingWeights = False,
+    trust_remote_code: RemoteCode = False,
+    allow_unverified: AllowUnverified = "",
+    force: Force = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    json: Json = False,
+) -> None:
+    """A traced TorchScript file, judged."""
+    given = _given(locals(), "model", "out", "allow_unverified", "quiet", "verbose", "json")
+    _line(model, out, ["torchscript"], given, allow_unverified, quiet, verbose, json)
+
+
+@app.command(epilog=EPILOG)
+def onnx(
+    model: Model,
+    out: Out,
+    opset: Opset = None,
+    task: Task = None,
+    revision: Revision = None,
+    device: Device = "cpu",
+    provider: Provider = "cpu",
+    threads: Threads = None,
+    data: Data = None,
+    columns: Columns = "",
+    tolerance: Tolerance = None,
+    golden_budget: Budget = 32,
+    allow_missing_weights: MissingWeights = False,
+    trust_remote_code: RemoteCode = False,
+    allow_unverified: AllowUnverified = "",
+    force: Force = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    json: Json = False,
+) -> None:
+    """An ONNX model with its tokenizer beside it, judged."""
+    given = _given(locals(), "model", "out", "allow_unverified", "quiet", "verbose", "json")
+    _line(model, out, ["onnx"], given, allow_unverified, quiet, verbose, json)
+
+
+@app.command(epilog=EPILOG)
+def trt(
+    model: Model,
+    out: Out,
+    runtime: Runtime = None,
+    minimum: Minimum = None,
+    optimum: Optimum = None,
+    maximum: Maximum = None,
+    tf32: Tf32 = False,
+    workspace: Workspace = None,
+    hardware_compatibility: Hardware = False,
+    timing_cache: TimingCache = None,
+    compute_capability: Capability = None,
+    opset: Opset = None,
+    task: Task = None,
+    revision: Revision = None,
+    device: Device = "cpu",
+    provider: Provider = "cpu",
+    threads: Threads = None,
+    data: Data = None,
+    columns: Columns = "",
+    tolerance: Tolerance = None,
+    golden_budget: Budget = 32,
+    allow_missing_weights: MissingWeights = False,
+    trust_remote_code: RemoteCode = False,
+    allow_unverified: AllowUnverified = "",
+    force: Force = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    json: Json = False,
+) -> None:
+    """A strongly typed TensorRT engine (and the ONNX model it is built from), judged where a GPU is."""
+    given = _given(locals(), "model", "out", "compute_capability", "allow_unverified", "quiet", "verbose", "json")
+    given["compute_capabilities"] = tuple(compute_capability) if compute_capability else None
+    _line(model, out, ["trt"], given, allow_unverified, quiet, verbose, json)
+
+
+@app.command(epilog=EPILOG)
+def verify(
+    out: OutArgument,
+    step: Annotated[list[str] | None, typer.Option(help="Only this step.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="Only this probe case.")] = None,
+    tolerance: Tolerance = None,
+    device: Device = "cpu",
+    provider: Provider = "cpu",
+    threads: Threads = None,
+    allow_unverified: AllowUnverified = "",
+    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML here.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write JSON here; - is standard output.")] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Judge again what lies in OUT, on this machine; needs neither torch nor the model. Writes nothing into OUT."""
+    from nlpconvert import pipeline
+
+    options = _options(tolerance=tolerance, device=device, provider=provider, threads=threads)
+    with Terminal(quiet) as terminal:
+        outcomes = pipeline.verify(out, steps=step, cases=case, options=options, progress=terminal)
+        terminal.stop()
+        _documents(outcomes, out, junit, json)
+        _report(terminal, outcomes, out, verbose, to_stdout=json is None or str(json) != "-")
+    raise typer.Exit(pipeline.exit_code(outcomes, _names(allow_unverified)))
+
+
+@app.command(epilog=EPILOG)
+def doctor(json: Json = False) -> None:
+    """What this machine can make and run, and which extra is missing."""
+    from nlpconvert import doctor as rooms
+
+    facts, findings = rooms.machine(), rooms.findings()
+    if json:
+        import dataclasses
+        import json as format_json
+
+        print(format_json.dumps({**facts, "steps": [dataclasses.asdict(row) for row in findings]}, indent=2))
+        return
+    from nlpconvert import report
+
+    for line in report.doctor_lines(facts, [(row.step, row.make, row.run) for row in findings]):
+        print(line)
+
+
+# ---- what the commands have in common ------------------------------------------------------------------------------
+
+
+def _given(arguments: dict[str, Any], *others: str) -> dict[str, Any]:
+    """A command's arguments without those that are not options of the pipeline."""
+    return {name: value for name, value in arguments.items() if name not in others}
+
+
+def _line(
+    model: str,
+    out: Path,
+    to: Sequence[str] | None,
+    given: dict[str, Any],
+    allow_unverified: str,
+    quiet: bool,
+    verbose: bool,
+    json: bool,
+) -> None:
+    from nlpconvert import pipeline, report
+
+    with Terminal(quiet) as terminal:
+        outcomes = pipeline.run(model, out, to=to, options=_options(**given), progress=terminal)
+        terminal.stop()
+        if json:
+            print(report.to_json(outcomes), end="")
+        _report(terminal, outcomes, out, verbose, to_stdout=not json)
+    raise typer.Exit(pipeline.exit_code(outcomes, _names(allow_unverified)))
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _documents(outcomes: Sequence[Outcome], out: Path, junit: Path | None, json: Path | None) -> None:
+    from nlpconvert import disk, report
+
+    if junit is not None:
+        disk.write_text_atomic(junit, report.junit(outcomes, out=str(out)))
+    if json is not None and str(json) == "-":
+        print(report.to_json(outcomes), end="")
+    elif json is not None:
+        disk.write_text_atomic(json, report.to_json(outcomes))
+
+
+def _report(terminal: Terminal, outcomes: Sequence[Outcome], out: Path, verbose: bool, to_stdout: bool) -> None:
+    """The verdicts and the table; with --json the person's half goes to standard error."""
+    from nlpconvert import report
+
+    stream = sys.stdout if to_stdout else sys.stderr
+    for outcome in outcomes:
+        if outcome.status in ("drift", "failed") or (verbose and not terminal.quiet):
+            for line in report.verdict_lines(outcome, out=str(out), verbose=verbose):
+                print(line, file=stream)
+            print(file=stream)
+    if terminal.quiet:
+        return
+    _table(stream, report.HEADER, report.table_rows(outcomes))
+
+
+def _table(stream: Any, header: Sequence[str], rows: Sequence[dict[str, str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"agrees": "green", "DRIFT": "bold red", "FAILED": "bold red", "not run": "yellow"}
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in header:
+        table.add_column(name, justify="right" if name in ("size", "seconds") else "left", overflow="fold")
+    for row in rows:
+        verdict = row["verdict"]
+        style = next((style for word, style in colours.items() if verdict.startswith(word)), "")
+        table.add_row(*(Text(row[name], style=style if name == "verdict" else "") for name in header))
+    # Not on a terminal (a CI log, a file) a line is as long as it needs to be.
+    console = Console(file=stream, width=None if stream.isatty() else 160, highlight=False)
+    console.print(table)
+
+
+class Terminal:
+    """The Progress of a person: a bar on a terminal, plain lines elsewhere, nothing when quiet. Writes to standard
+    error.
+
+    It writes to a duplicate of the descriptor, because the descriptor itself is sent to a log while exporters talk.
+    """
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet
+        self._file = os.fdopen(os.dup(2), "w", buffering=1)
+        self._bar: Any = None
+        self._task: Any = None
+        if not quiet and self._file.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bar = Progress(*columns, console=Console(file=self._file), transient=True)
+            self._bar.start()
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._file.close()
+
+    def start(self, what: str, total: int | None = None) -> None:
+        """A new piece of work."""
+        if self._bar is not None:
+            if self._task is not None:
+                self._bar.remove_task(self._task)
+            self._task = self._bar.add_task(what, total=total)
+        elif not self.quiet:
+            print(f"{what} ..." if total is None else f"{what}, {total} cases ...", file=self._file)
+
+    def advance(self, by: int = 1) -> None:
+        """Parts of it are done."""
+        if self._bar is not None:
+            self._bar.advance(self._task, by)
+
+    def line(self, text: str) -> None:
+        """A line that stays."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        elif not self.quiet:
+            print(text, file=self._file)
+
+    def stop(self) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The program: every error is one line and an exit code."""
+    sys.exit(_main(arguments))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    try:
+        code = app(
+            args=list(arguments) if arguments is not None else None, standalone_mode=False, prog_name="nlpconvert"
+        )
+        return code if isinstance(code, int) else 0
+    except NlpconvertError as error:
+        print(f"nlpconvert: {error}", file=sys.stderr)
+        if error.detail:
+            print(error.detail, file=sys.stderr)
+        return error.exit_code
+    except ClickException as error:
+        print(f"nlpconvert: {error.format_message()}", file=sys.stderr)
+        return UsageError.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        print("nlpconvert: interrupted; what was finished before is whole, nothing half-made is left", file=sys.stderr)
+        return 130
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"nlpconvert {__version__}")
+        raise typer.Exit

@@ -1,0 +1,67 @@
+"""Floor 1, validators: has the artifact the inputs and outputs it should? Specs in, sentences out; no file is opened.
+
+What a structure looks like says nothing about answers: `parity` does. It catches early, and by name, what would
+otherwise show as an error of the runtime at another shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nlpconvert.artifact import TensorSpec
+
+
+def check_specs(
+    expected_inputs: Sequence[TensorSpec],
+    expected_outputs: Sequence[TensorSpec],
+    actual_inputs: Sequence[TensorSpec],
+    actual_outputs: Sequence[TensorSpec],
+) -> list[str]:
+    """Every way in which the actual specs are not the expected ones, one sentence each; empty when they fit.
+
+    Names (in any order), element types, ranks and axes. An axis expected as a word must be dynamic, under whatever
+    name (a string, or a number below zero); one expected as a number may be dynamic too, since runtimes leave
+    fixed sizes unnamed, but must not be another number.
+    """
+    return [
+        *_check("input", expected_inputs, actual_inputs),
+        *_check("output", expected_outputs, actual_outputs),
+    ]
+
+
+def _check(kind: str, expected: Sequence[TensorSpec], actual: Sequence[TensorSpec]) -> list[str]:
+    problems: list[str] = []
+    given = {spec.name: spec for spec in actual}
+    if len(given) != len(actual):
+        problems.append(f"two {kind}s have the same name: {', '.join(spec.name for spec in actual)}")
+    extra = [spec for spec in actual if spec.name not in {e.name for e in expected}]
+    for spec in expected:
+        if spec.name in given:
+            problems += _check_one(kind, spec, given[spec.name])
+            continue
+        like = [e for e in extra if e.dtype == spec.dtype and len(e.shape) == len(spec.shape)]
+        if like:
+            extra.remove(like[0])
+            problems.append(f"{kind} {spec.name} is missing; {like[0].name} stands there instead: renamed?")
+        else:
+            problems.append(f"{kind} {spec.name} is missing")
+    problems += [f"{kind} {spec.name} is not expected" for spec in extra]
+    return problems
+
+
+def _check_one(kind: str, expected: TensorSpec, actual: TensorSpec) -> list[str]:
+    name = f"{kind} {expected.name}"
+    problems = []
+    if actual.dtype != expected.dtype:
+        problems.append(f"{name} is {actual.dtype}, expected {expected.dtype}")
+    if len(actual.shape) != len(expected.shape):
+        ranks = f"{len(actual.shape)} axes {actual.shape}, expected {len(expected.shape)} {expected.shape}"
+        return [*problems, f"{name} has {ranks}"]
+    for axis, (want, have) in enumerate(zip(expected.shape, actual.shape, strict=True)):
+        if isinstance(have, str) or have < 0:
+            continue
+        if isinstance(want, str):
+            problems.append(f"{name}: axis {axis} ({want}) is frozen at {have}")
+        elif have != want:
+            problems.append(f"{name}: axis {axis} is {have}, expected {want}")
+    return problems
