@@ -22,6 +22,7 @@ import onnx_ir
 import onnxscript
 import torch
 import transformers
+from onnxscript.rewriter.pattern import MatchResult, SimplePatternMatcher
 from transformers.exporters.configs import OnnxConfig
 from transformers.exporters.exporter_onnx import OnnxExporter
 
@@ -94,6 +95,7 @@ def convert(
         onnx_graph.save(program, path)
     made_inputs, made_outputs = onnx_graph.specs(program.graph)
     del program
+    _forget_last_graph()
     _check(path)
 
     given = [spec.name for spec in made_inputs]
@@ -241,6 +243,18 @@ def _check(path: Path) -> None:
         raise ConversionError(
             f"the exporter wrote an invalid graph: {_first_line(error)}", detail=str(error)
         ) from error
+
+
+def _forget_last_graph() -> None:
+    """Makes onnxscript's rewrite rules let go of the model.
+
+    They are module globals whose matchers remember the last graph and node they looked at, and with them all weights.
+    """
+    state = (onnx_ir.Graph, onnx_ir.Node, MatchResult)
+    for matcher in (thing for thing in gc.get_objects() if type(thing) is SimplePatternMatcher):
+        for name, value in vars(matcher).items():
+            if isinstance(value, state):
+                setattr(matcher, name, None)
 
 
 def _describe(program: onnx_ir.Model, facts: Facts) -> None:

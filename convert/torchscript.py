@@ -41,7 +41,9 @@ def convert(
         raise ConversionError("the model is in training mode: dropout would be baked into the trace")
     with torch.no_grad():
         compiled = _script(module) if method == "script" else _trace(module, inputs)
-    compiled.save(str(directory / "traced.pt"))
+    # Into an open file: given a path, torch aborts the process when the disk is full.
+    with (directory / "traced.pt").open("wb") as file:
+        torch.jit.save(compiled, file)  # type: ignore[no-untyped-call]
     _strip_paths(directory / "traced.pt", directory / "model.pt")
     (directory / "traced.pt").unlink()
     outputs = module(**inputs)
