@@ -43,7 +43,7 @@ def convert(
         compiled = _script(module) if method == "script" else _trace(module, inputs)
     # Into an open file: given a path, torch aborts the process when the disk is full.
     with (directory / "traced.pt").open("wb") as file:
-        torch.jit.save(compiled, file)  # type: ignore[no-untyped-call]
+        torch.jit.save(compiled, file)
     _strip_paths(directory / "traced.pt", directory / "model.pt")
     (directory / "traced.pt").unlink()
     outputs = module(**inputs)
