@@ -86,6 +86,7 @@ def convert(
             notes.append(f"exported by {exporter}, because transformers.exporters failed: {fallback}")
         if module.training:
             raise ConversionError("the exporter left the model in training mode")
+        onnx_graph.attend_as_torch(program.graph)
         shared = onnx_graph.share_weights(program.graph)
         onnx_graph.name_axes(program.graph, {name: input_axes(name, facts.task) for name in inputs}, facts.outputs)
         onnx_graph.name_weights(program.graph)

@@ -106,6 +106,43 @@ def module_scope(node: onnx_ir.Node) -> str:
     return scopes[-2] if len(scopes) >= 2 else ""
 
 
+# ---- masks ----------------------------------------------------------------------------------------------------------
+
+
+def attend_as_torch(graph: onnx_ir.Graph) -> int:
+    """Makes attention over a row without a single real token answer as PyTorch does. Returns how many were changed.
+
+    transformers.exporters gives zeros wherever every key is masked by float32's smallest number. PyTorch does so for
+    minus infinity alone; under the smallest number its softmax weighs all keys alike, and T5's decoder, which looks at
+    an encoder row of padding, then answers something else. Each `mask > smallest` that is counted over the keys
+    becomes `mask > minus infinity`.
+    """
+    changed = 0
+    lowest: onnx_ir.Value | None = None
+    for node in list(graph):
+        if node.op_type != "Greater" or not _counts_keys(node.outputs[0]):
+            continue
+        bound = node.inputs[1]
+        array = None if bound is None or bound.const_value is None else bound.const_value.numpy()
+        if array is None or array.size != 1 or array.dtype.kind != "f" or array.item() != np.finfo(array.dtype).min:
+            continue
+        if lowest is None:
+            lowest = onnx_ir.Value(
+                name="minus_infinity",
+                const_value=onnx_ir.tensor(np.full(array.shape, -np.inf, array.dtype), name="minus_infinity"),
+            )
+            graph.register_initializer(lowest)
+        node.replace_input_with(1, lowest)
+        changed += 1
+    return changed
+
+
+def _counts_keys(value: onnx_ir.Value) -> bool:
+    """Whether a comparison is used as the exporter's patch uses it: cast to a number, then summed."""
+    casts = [user for user in value.consumers() if user.op_type == "Cast"]
+    return any(user.op_type == "ReduceSum" for cast in casts for user in cast.outputs[0].consumers())
+
+
 # ---- axes -----------------------------------------------------------------------------------------------------------
 
 

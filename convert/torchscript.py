@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.function import Function, FunctionCtx
 
 from nlpconvert.artifact import Made, TensorSpec
 from nlpconvert.errors import ConversionError, UsageError
@@ -78,7 +81,7 @@ def _trace(module: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.ji
     keywords.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
     module.forward = keywords
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _functions_in_line():
             # Tracer warnings name every place that might freeze; whether one did is what the verdict measures.
             warnings.simplefilter("ignore")
             traced: torch.jit.ScriptModule = torch.jit.trace(  # type: ignore[no-untyped-call]
@@ -89,10 +92,31 @@ def _trace(module: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.ji
     except (MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:
-        line = next((part.strip() for part in str(error).splitlines() if part.strip()), "no message")
-        raise ConversionError(f"torch.jit.trace could not trace {type(module).__name__}: {line[:300]}") from error
+        raise ConversionError(
+            f"torch.jit.trace could not trace {type(module).__name__}: {_first_line(error)}"
+        ) from error
     finally:
         module.forward = forward
+
+
+@contextmanager
+def _functions_in_line() -> Iterator[None]:
+    """Custom autograd functions (BLOOM's GELU) run as the plain code of their forward.
+
+    A trace keeps them as calls into Python, which no file can hold. Only gradients need more than the forward.
+    """
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # A class with a setup_context has a forward without the context.
+        context = () if cls.setup_context is not Function.setup_context else (FunctionCtx(),)
+        return cls.forward(*context, *args, **kwargs)
+
+    own = Function.__dict__["apply"]
+    Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        Function.apply = own
 
 
 def _script(module: torch.nn.Module) -> torch.jit.ScriptModule:
@@ -104,13 +128,16 @@ def _script(module: torch.nn.Module) -> torch.jit.ScriptModule:
     except (MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:
-        line = next((part.strip() for part in str(error).splitlines() if part.strip()), "no message")
         raise ConversionError(
-            f"torch.jit.script does not take {type(module).__name__} ({line[:160]}); use --method trace, which is "
+            f"torch.jit.script does not take {type(module).__name__} ({_first_line(error)[:160]}); use --method trace, which is "
             "measured at other shapes than the example's"
         ) from error
     finally:
         module.forward = forward
+
+
+def _first_line(error: BaseException) -> str:
+    return next((part.strip()[:300] for part in str(error).splitlines() if part.strip()), "no message")
 
 
 def _strip_paths(source: Path, target: Path) -> None:

@@ -6,7 +6,9 @@ Typer and rich stand at the top; everything else is imported by the command that
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nlpconvert import __version__
-from nlpconvert.errors import EXIT_CODES, NlpconvertError, UsageError
+from nlpconvert.errors import EXIT_CODES, ConversionError, NlpconvertError, UsageError
 
 if TYPE_CHECKING:
     from nlpconvert.artifact import Outcome
@@ -239,12 +241,13 @@ def verify(
     from nlpconvert import pipeline
 
     options = _options(tolerance=tolerance, device=device, provider=provider, threads=threads)
+    forgiven = pipeline.forgivable(_names(allow_unverified))
     with Terminal(quiet) as terminal:
         outcomes = pipeline.verify(out, steps=step, cases=case, options=options, progress=terminal)
         terminal.stop()
         _documents(outcomes, out, junit, json)
         _report(terminal, outcomes, out, verbose, to_stdout=json is None or str(json) != "-")
-    raise typer.Exit(pipeline.exit_code(outcomes, _names(allow_unverified)))
+    raise typer.Exit(pipeline.exit_code(outcomes, forgiven))
 
 
 @app.command(epilog=EPILOG)
@@ -285,13 +288,14 @@ def _line(
 ) -> None:
     from nlpconvert import pipeline, report
 
+    forgiven = pipeline.forgivable(_names(allow_unverified))
     with Terminal(quiet) as terminal:
         outcomes = pipeline.run(model, out, to=to, options=_options(**given), progress=terminal)
         terminal.stop()
         if json:
             print(report.to_json(outcomes), end="")
         _report(terminal, outcomes, out, verbose, to_stdout=not json)
-    raise typer.Exit(pipeline.exit_code(outcomes, _names(allow_unverified)))
+    raise typer.Exit(pipeline.exit_code(outcomes, forgiven))
 
 
 def _names(text: str) -> list[str]:
@@ -419,6 +423,17 @@ def _main(arguments: Sequence[str] | None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("nlpconvert: interrupted; what was finished before is whole, nothing half-made is left", file=sys.stderr)
         return 130
+    except SystemExit as error:
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
+        # Whoever read our output has gone (`| head`). Click would exit with 1, which means "drift" here.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE
+    except Exception:
+        # Python's own exit code for this is 1, which a CI job would read as "drift".
+        traceback.print_exc()
+        print("nlpconvert: this is a fault of nlpconvert itself, not of the model; please report it", file=sys.stderr)
+        return ConversionError.exit_code
 
 
 @app.callback(invoke_without_command=True)

@@ -9,7 +9,7 @@ from typing import Any
 from nlpconvert import engines, host
 from nlpconvert.artifact import STEPS
 from nlpconvert.judging import RUNTIMES
-from nlpconvert.pipeline import missing_for
+from nlpconvert.plan import cannot_make
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,10 @@ def findings() -> list[Finding]:
     here = engines.runtime_here()
     rows = []
     for row in STEPS.values():
-        lacking = missing_for(row, None)
-        make = f"{lacking} is missing: pip install 'nlpconvert[{row.extra}]'" if lacking else "yes"
+        make = cannot_make(row) or "yes"
         runtime = RUNTIMES[row.format]
         if not _installed(runtime.package):
-            run = f"{runtime.package} is missing: pip install 'nlpconvert[{runtime.extra}]'"
+            run = f"{runtime.package} is not installed: pip install 'nlpconvert[{runtime.extra}]'"
         elif row.format == "tensorrt":
             run = _runs_engines(here)
         else:

@@ -73,6 +73,7 @@ def gather(info: SourceInfo, module: Any, words: Any, accepted: frozenset[str], 
         pairs=TASKS[info.task].pairs and not from_mask,
         special_ids=tuple(sorted({*(each for each in ids if each is not None), *_tokenizer_ids(words)})),
         required_token=eos if needs_eos else None,
+        trace_length=_trace_length(getattr(text, row.trace_length, 0) if row.trace_length else 0, max_length),
     )
 
 
@@ -92,6 +93,13 @@ def _inputs(info: SourceInfo, accepted: frozenset[str], positions: str, token_ty
 
 def _tokenizer_ids(words: Any) -> list[int]:
     return [] if words is None else [int(each) for each in words.all_special_ids]
+
+
+def _trace_length(value: int, max_length: int | None) -> int:
+    """The attribute's value within the length limit; below 1 (DeBERTa's -1) it means the limit itself."""
+    if value == 0 or max_length is None:
+        return max(value, 0)
+    return min(value, max_length) if value > 0 else max_length
 
 
 def _constants(config: Any, max_length: int | None) -> tuple[int, ...]:

@@ -5,23 +5,26 @@ Which runtime opens which format is the table here; what the numbers mean is `va
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from nlpconvert import host, reference
-from nlpconvert.artifact import Artifact
+from nlpconvert import golden, host, manifest, models, profiles, reference
+from nlpconvert.artifact import Artifact, Outcome, TensorSpec
 from nlpconvert.backends import Session
-from nlpconvert.errors import CannotRunHere, OutOfProfile
+from nlpconvert.errors import CannotRunHere, DriftError, MissingPackage, OutOfProfile, UsageError
 from nlpconvert.golden import Answers
 from nlpconvert.inputs import Case, case_tokens
+from nlpconvert.manifest import Manifest
 from nlpconvert.models import OutputRow
+from nlpconvert.plan import Options
 from nlpconvert.progress import Progress
-from nlpconvert.validators import parity, rows, tolerance
+from nlpconvert.reference import first_line
+from nlpconvert.validators import parity, rows, structure, tolerance
 from nlpconvert.validators.tolerance import Tolerance
 
 
@@ -55,15 +58,68 @@ class Probes:
     sha256: str
 
 
-def open_artifact(artifact: Artifact, *, device: str, provider: str, threads: int | None) -> Session:
+def stored_probes(record: Manifest, out: Path, names: Sequence[str] | None = None) -> Probes:
+    """The goldens of `out`, all or those named. UsageError for a name that is not there."""
+    cases, answers = golden.read(out / manifest.GOLDEN)
+    if names is not None:
+        known = {case.name for case in cases}
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise UsageError(f"there is no case {unknown[0]!r} in {out}; there are {', '.join(sorted(known))}")
+        cases = [case for case in cases if case.name in names]
+    return Probes(cases, answers, record.golden.not_applicable, record.golden.probe_sha256)
+
+
+def open_artifact(artifact: Artifact, options: Options) -> Session:
     """A session on the artifact. CannotRunHere when the runtime is not installed or the machine cannot run it."""
     runtime = RUNTIMES[artifact.format]
     if importlib.util.find_spec(runtime.package) is None:
         raise CannotRunHere(f"{runtime.package} is not installed: pip install 'nlpconvert[{runtime.extra}]'")
-    backend = importlib.import_module(runtime.module)
-    where = {"onnx": provider, "torchscript": device, "tensorrt": "cuda"}[artifact.format]
-    session: Session = backend.open(artifact, device=where, threads=threads)
+    where = {"onnx": options.provider, "torchscript": options.device, "tensorrt": "cuda"}[artifact.format]
+    try:
+        backend = importlib.import_module(runtime.module)
+        session: Session = backend.open(artifact, device=where, threads=options.threads)
+    except MissingPackage as error:
+        raise CannotRunHere(str(error)) from error
+    except ImportError as error:
+        raise CannotRunHere(f"{runtime.package} cannot be imported here: {first_line(error)}") from error
     return session
+
+
+def judged(
+    outcome: Outcome,
+    record: Manifest,
+    probes: Probes,
+    given: Sequence[Tolerance],
+    options: Options,
+    progress: Progress,
+    parent: Artifact | None = None,
+) -> tuple[Outcome, Sequence[Tolerance]]:
+    """Opens the outcome's artifact from disk and judges it; "not run" with the reason where it cannot run here.
+
+    A parent that cannot be opened here is a note: the artifact's own verdict does not rest on it.
+    """
+    artifact = outcome.artifact
+    assert artifact is not None
+    above: Session | None = None
+    with contextlib.ExitStack() as sessions:
+        try:
+            session = open_artifact(artifact, options)
+        except CannotRunHere as error:
+            return replace(outcome, status="not run", reason=str(error)), ()
+        except DriftError as error:
+            return replace(outcome, status="drift", reason=str(error)), ()
+        sessions.callback(session.close)
+        if parent is not None:
+            try:
+                above = open_artifact(parent, options)
+                sessions.callback(above.close)
+            except (CannotRunHere, DriftError) as error:
+                note = f"not compared with {parent.step}, from which it was made: {error}"
+                outcome = replace(outcome, notes=(*outcome.notes, note))
+        outputs = models.facts_from_data(record.facts).outputs
+        agrees, verdict, used = judge(session, artifact, outputs, probes, given, progress, above)
+    return replace(outcome, status="agrees" if agrees else "drift", reason="", verdict=verdict), used
 
 
 def judge(
@@ -78,7 +134,7 @@ def judge(
     """(agrees, verdict as plain data, tolerances used). `parent` adds what this step moved by itself.
 
     A case that the artifact refuses or fails at, where PyTorch answered, counts against it; one outside an engine's
-    profile is named and not compared.
+    profile is named and not compared. Inputs and outputs that are not what they should be count, whatever the numbers.
     """
     scales = parity.scales(outputs, probes.cases, probes.answers)
     tolerances = tolerance.choose(given, outputs, artifact.precision, session.provider)
@@ -99,16 +155,23 @@ def judge(
             continue
         except Exception as error:
             # A runtime raises whatever it likes; where PyTorch answered, that is the artifact's failure.
-            compared.raised(case.name, f"{type(error).__name__}: {_first_line(error)}")
+            compared.raised(case.name, f"{type(error).__name__}: {first_line(error)}")
             continue
         tokens += case_tokens(case)
         compared.add(case, probes.answers[case.name], answers)
         companions.add(case, answers, probes.answers[case.name])
         if parent is not None:
-            step_alone.add(case, reference.whole(_like(answers, parent.run(case.inputs))), answers)
+            try:
+                before = parent.run(case.inputs)
+            except Exception as error:  # as above
+                step_alone.not_applicable(case.name, f"the parent failed: {first_line(error)}")
+                continue
+            step_alone.add(case, reference.whole({name: before[name] for name in answers if name in before}), answers)
     comparison = compared.comparison()
+    problems = _structure(artifact, outputs)
     verdict: dict[str, Any] = {
         "comparison": comparison.to_dict(),
+        "structure": problems,
         "rows": companions.report().to_dict(),
         "provider": session.provider,
         "precision": session.precision,
@@ -120,12 +183,25 @@ def judge(
     }
     if parent is not None:
         verdict["parent_comparison"] = step_alone.comparison().to_dict()
-    return comparison.agrees, verdict, tuple(tolerances.values())
+    return comparison.agrees and not problems, verdict, tuple(tolerances.values())
 
 
-def _like(answers: Mapping[str, np.ndarray], parent: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: parent[name] for name in answers if name in parent}
+def _structure(artifact: Artifact, outputs: Sequence[OutputRow]) -> list[str]:
+    """What is wrong with the inputs and outputs that an ONNX file says it has, one sentence each.
+
+    Axes that a task calls dynamic have to be, whatever was recorded when the file was made.
+    """
+    if artifact.format != "onnx":
+        return []  # a trace declares no shapes; an engine is held against its sidecar when it is opened
+    found = structure.onnx_specs(artifact.path)
+    inputs = [replace(spec, shape=models.input_axes(spec.name, artifact.task)) for spec in artifact.inputs]
+    recorded = {spec.name: spec for spec in artifact.outputs}
+    expected = [_expected(row, recorded.get(row.name)) for row in outputs]
+    return structure.check_specs(inputs, expected, *found)
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip()[:200] for line in str(error).splitlines() if line.strip()), "no message")
+def _expected(row: OutputRow, recorded: TensorSpec | None) -> TensorSpec:
+    if recorded is None or len(recorded.shape) != len(row.axes):
+        return TensorSpec(row.name, "float32" if recorded is None else recorded.dtype, row.axes)
+    axes = zip(row.axes, recorded.shape, strict=True)
+    return replace(recorded, shape=tuple(axis if axis in profiles.AXIS_ORDER else size for axis, size in axes))

@@ -191,6 +191,7 @@ class Architecture:
     refused: str = ""
     refused_when: Mapping[str, Any] | None = None  # config attribute -> value; None means always
     token_types: int = 0  # how many token types it takes, where its config has no type_vocab_size to say so
+    trace_length: str = ""  # config attribute: a trace of a shorter example answers up to that example's length only
 
 
 _WINDOWED = (
@@ -214,6 +215,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture("ibert", "pad", offset="pad+1"),
         Architecture("mpnet", "pad", offset="pad+1"),
         Architecture("esm", "pad", offset="pad+1"),
+        # It looks as far as min(length, max_relative_positions), computed in Python: a trace holds the example's, which
+        # at its largest is right for every length.
+        Architecture("deberta", trace_length="max_relative_positions"),
         Architecture("gpt2", "mask"),
         Architecture("gpt_neo", "mask"),
         Architecture("gptj", "mask"),
@@ -304,6 +308,8 @@ class Facts:
     special_ids: tuple[int, ...] = ()
     required_token: int | None = None
     """A token every row must hold (the eos from whose state BART's sequence classifier answers)."""
+    trace_length: int = 0
+    """The length that the example of a trace must have at least."""
 
 
 # The mask that says which entries of an axis are real.

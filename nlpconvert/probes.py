@@ -337,11 +337,12 @@ def constants_left_out(facts: Facts, cases: Sequence[Case]) -> tuple[int, ...]:
     return tuple(c for c in sorted(set(facts.constants)) if c + 1 not in asked or (c > 1 and c - 1 not in asked))
 
 
-def export_example(facts: Facts, encode: Encode | None, *, seed: int = 0) -> dict[str, np.ndarray]:
+def export_example(facts: Facts, encode: Encode | None, *, seed: int = 0, least: int = 0) -> dict[str, np.ndarray]:
     """The batch a model is exported at: every axis 2 or more, all of unequal sizes, one row padded at the right.
 
     (2, 7) with a decoder of 5 and 3 choices, where no architectural constant or limit forbids it. An exporter freezes
     axes of size 1, and those that happen to equal each other or a constant; the sizes avoid that where they can.
+    `least`: a sequence length that the model wants its example to reach (`Facts.trace_length`).
     """
     kit = _Kit(facts, tokenize_with(facts, encode or drawn_encode(facts, seed)), seed)
     taken: set[int] = set()
@@ -353,7 +354,8 @@ def export_example(facts: Facts, encode: Encode | None, *, seed: int = 0) -> dic
         return best
 
     limit = kit.texts.limit
-    lengths = [size for size in (7, 9, 11, 13, 6, 15, 17, 5, 4, 3, 2) if size <= limit] or [limit]
+    usual = range(least, least + 9) if least > 7 else (7, 9, 11, 13, 6, 15, 17, 5, 4, 3, 2)
+    lengths = [size for size in usual if size <= limit] or [limit]
     sequence = pick(*lengths)
     decoder = pick(*[size for size in (5, 6, 9, 11, 4, 3, 2) if size <= limit] or [limit]) if kit.decoding else 0
     choices = pick(3, 4, 5, 2) if kit.choosing else 1

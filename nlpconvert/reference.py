@@ -47,7 +47,7 @@ def ask(call: Call, cases: Sequence[Case], outputs: Sequence[OutputRow], budget:
         try:
             given = call(case.inputs)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            refused[case.name] = f"the reference raised {type(error).__name__}: {_first_line(error)}"
+            refused[case.name] = f"the reference raised {type(error).__name__}: {first_line(error)}"
             continue
         if plan is None:
             # The first case that is answered tells the sizes of the fixed axes.
@@ -77,5 +77,6 @@ def _same(case: Case, first: Mapping[str, np.ndarray], second: Mapping[str, np.n
             )
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's words, for a person."""
     return next((line.strip()[:200] for line in str(error).splitlines() if line.strip()), "no message")

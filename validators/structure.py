@@ -1,4 +1,4 @@
-"""Floor 1, validators: has the artifact the inputs and outputs it should? Specs in, sentences out; no file is opened.
+"""Floor 1, validators: has the artifact the inputs and outputs it should? Specs in, sentences out.
 
 What a structure looks like says nothing about answers: `parity` does. It catches early, and by name, what would
 otherwise show as an error of the runtime at another shape.
@@ -7,6 +7,8 @@ otherwise show as an error of the runtime at another shape.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from nlpconvert.artifact import TensorSpec
 
@@ -27,6 +29,27 @@ def check_specs(
         *_check("input", expected_inputs, actual_inputs),
         *_check("output", expected_outputs, actual_outputs),
     ]
+
+
+def onnx_specs(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Inputs and outputs as the graph in an ONNX file declares them; weights beside the file are not read.
+
+    An axis without a name is "?", as is one whose shape the graph leaves open.
+    """
+    import onnx
+
+    graph = onnx.load(str(path), load_external_data=False).graph
+    weights = {tensor.name for tensor in graph.initializer}
+    inputs = tuple(_declared(value) for value in graph.input if value.name not in weights)
+    return inputs, tuple(_declared(value) for value in graph.output)
+
+
+def _declared(value: Any) -> TensorSpec:
+    import onnx
+
+    tensor = value.type.tensor_type
+    shape = tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in tensor.shape.dim)
+    return TensorSpec(value.name, onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type).name, shape)
 
 
 def _check(kind: str, expected: Sequence[TensorSpec], actual: Sequence[TensorSpec]) -> list[str]:

@@ -1,0 +1,315 @@
+"""Floor 3: the line: load, ask the reference, then convert, judge and record step by step.
+
+What is asked of it and what can be refused beforehand is `plan`, how an artifact is judged is `judging`. The model is
+held as long as a step needs it. Everything heavy is imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import nlpconvert
+from nlpconvert import disk, host, judging, manifest, plan
+from nlpconvert.artifact import Artifact, Made, Outcome, Step
+from nlpconvert.errors import MissingPackage, NlpconvertError, UsageError
+from nlpconvert.judging import Probes
+from nlpconvert.manifest import Manifest
+from nlpconvert.plan import Options
+from nlpconvert.progress import Progress, captured
+from nlpconvert.reference import first_line
+
+if TYPE_CHECKING:
+    from nlpconvert.inputs import Case
+    from nlpconvert.source import Loaded
+    from nlpconvert.validators.tolerance import Tolerance
+
+_DETAIL_LINES = 15
+
+
+class Line:
+    """One run: what it was asked, and what is held open on the way."""
+
+    def __init__(self, model: str, out: Path, options: Options, progress: Progress) -> None:
+        self.model, self.out, self.options, self.progress = model, out, options, progress
+        self.loaded: Loaded | None = None
+        self.tolerances: Sequence[Tolerance] = ()
+
+    def run(self, to: Sequence[str] | None) -> Iterator[Outcome]:
+        """The outcomes, one by one. Raises UsageError and MissingPackage before anything is converted."""
+        options = self.options
+        rows = plan.steps(to)
+        self.tolerances = plan.check_words(options)
+        lacking = plan.not_here(rows, options, named=to is not None)
+
+        from nlpconvert import checkpoint
+
+        info = checkpoint.describe(self.model, revision=options.revision, task=options.task)
+        if self.out.exists():
+            # Looked at before the lock as well, which makes a file: a refused OUT stays as it was.
+            manifest.check_out(self.out, info.sha256, info.task)
+        with disk.lock(self.out, "nlpconvert run"):
+            for line in disk.repair(self.out):
+                self.progress.line(line)
+            record = manifest.check_out(self.out, info.sha256, info.task)
+            reused = self._reusable(record, rows, to)
+            todo = [row for row in rows if row.name not in reused]
+            loaded = self._load()
+            plan.check_rows(todo, options, loaded.facts, self.tolerances)
+            record, probes = self._reference(record, loaded)
+            del loaded
+            record = replace(
+                record, versions={"nlpconvert": nlpconvert.__version__, **host.versions()}, host=host.host_facts()
+            )
+            record.write(self.out)
+            stopped = ""
+            for name in reused:
+                outcome = replace(record.outcome(name, self.out), reused=True)
+                stopped = stopped or (name if outcome.status == "drift" else "")
+                yield outcome
+            yield from self._steps(record, todo, probes, lacking, stopped)
+
+    def _reusable(self, record: Manifest | None, rows: Sequence[Step], to: Sequence[str] | None) -> list[str]:
+        """Parents that lie there whole. UsageError for a step that exists and was asked for without --force."""
+        asked = [row.name for row in rows] if to is None else list(to)
+        reused: list[str] = []
+        for row in rows:
+            there = os.path.lexists(self.out / row.name)
+            if row.name in asked:
+                if there and not self.options.force:
+                    others = [name for name in asked if not os.path.lexists(self.out / name)]
+                    only = f", or --to {','.join(others)} makes only what is not there" if to is None and others else ""
+                    raise UsageError(
+                        f"{self.out / row.name} exists; --force replaces it when the new one is whole{only}"
+                    )
+            elif record is not None and there:
+                reasons = manifest.reasons_to_rebuild(record, row.name, self.out)
+                if not reasons:
+                    reused.append(row.name)
+                elif not self.options.force:
+                    raise UsageError(f"{row.name} cannot be built on: {reasons[0]}; --force rebuilds it")
+        return reused
+
+    def _load(self) -> Loaded:
+        options = self.options
+        self.progress.start("load")
+        with captured(Path(os.devnull)):
+            from nlpconvert import source
+
+            self.loaded = source.load(
+                self.model,
+                revision=options.revision,
+                task=options.task,
+                allow_missing_weights=options.allow_missing_weights,
+                trust_remote_code=options.trust_remote_code,
+                device=options.device,
+            )
+        for note in self.loaded.notes:
+            self.progress.line(note)
+        return self.loaded
+
+    # -- the reference ------------------------------------------------------------------------------------------------
+
+    def _reference(self, record: Manifest | None, loaded: Loaded) -> tuple[Manifest, Probes]:
+        """The goldens: those that lie there where they fit, else asked of PyTorch now, before any exporter."""
+        from nlpconvert import forward, golden, inputs, probes, reference
+
+        facts = loaded.facts
+        kept_well = record is not None and not manifest.tampered(record, manifest.GOLDEN, self.out)
+        cases = probes.probe_cases(facts, loaded.encode)
+        if self.options.data is not None:
+            cases += self._data(loaded)
+        elif kept_well:
+            # A step that is added later is judged by the same text as those that lie there.
+            cases += [case for case in golden.read(self.out / manifest.GOLDEN)[0] if case.from_data]
+        digest = inputs.cases_sha256(cases)
+        if record is not None and kept_well and record.golden.probe_sha256 == digest:
+            return record, judging.stored_probes(record, self.out)
+
+        with captured(Path(os.devnull)):
+            asked = reference.ask(
+                lambda batch: forward.call(loaded.module, batch),
+                cases,
+                facts.outputs,
+                self.options.golden_budget,
+                self.progress,
+            )
+        for note in asked.notes:
+            self.progress.line(note)
+        with disk.building(self.out, manifest.GOLDEN) as new:
+            golden.write(new, cases, asked.answers)
+            files = disk.hash_tree(new)
+            disk.replace_directory(new, self.out / manifest.GOLDEN)
+        kept = manifest.Golden(files, tuple(golden.describe(cases, asked.answers)), digest, asked.not_applicable)
+        fresh = Manifest(loaded.description, asdict(facts), kept)
+        if record is not None:
+            fresh = replace(fresh, steps=record.steps, created=record.created)
+        return fresh, Probes(cases, asked.answers, asked.not_applicable, digest)
+
+    def _data(self, loaded: Loaded) -> list[Case]:
+        """The user's own text as cases."""
+        from nlpconvert import dataset, inputs
+
+        assert self.options.data is not None
+        renamed = dataset.parse_columns(self.options.columns) if self.options.columns else None
+        rows = dataset.read(self.options.data, loaded.facts.task, columns=renamed)
+        return inputs.data_cases(loaded.facts, loaded.encode, rows)
+
+    # -- the steps ----------------------------------------------------------------------------------------------------
+
+    def _steps(
+        self, record: Manifest, todo: Sequence[Step], probes: Probes, lacking: Mapping[str, str], stopped: str
+    ) -> Iterator[Outcome]:
+        failed: set[str] = set()
+        for number, row in enumerate(todo):
+            if row.name in lacking:
+                yield Outcome(row.name, "skipped", lacking[row.name])
+                continue
+            if stopped and not self.options.keep_going:
+                yield Outcome(row.name, "skipped", f"the line stopped at {stopped}")
+                continue
+            if row.parent in failed:
+                failed.add(row.name)
+                yield Outcome(row.name, "skipped", f"{row.parent}, which it is made from, failed")
+                continue
+            needs_model = any(later.parent == "source" for later in todo[number + 1 :])
+            outcome, record = self._step(row, record, probes, needs_model)
+            if outcome.status == "failed":
+                failed.add(row.name)
+            if outcome.status in ("failed", "drift"):
+                stopped = stopped or row.name
+            yield outcome
+
+    def _step(self, row: Step, record: Manifest, probes: Probes, needs_model: bool) -> tuple[Outcome, Manifest]:
+        """Makes a step and judges it where it was built; it takes its place in OUT with its verdict, or not at all."""
+        started = time.perf_counter()
+        log = self.out / "logs" / f"{row.name}.log"
+        log.unlink(missing_ok=True)
+        try:
+            with disk.building(self.out, row.name) as new:
+                try:
+                    self.progress.start(f"{row.name}: convert")
+                    with captured(log):
+                        made = self._convert(row, record, new, log)
+                finally:
+                    if not needs_model:
+                        # The reference's answers are kept; the model makes room before the candidate is opened.
+                        self._free_model()
+                artifact = self._artifact(row, record, new, made)
+                size = sum((new / name).stat().st_size for name in artifact.files)
+                outcome = Outcome(row.name, "not run", artifact=artifact, bytes=size, notes=made.notes)
+                parent = None if row.parent == "source" else record.artifact(row.parent, self.out)
+                with captured(log):
+                    outcome, used = judging.judged(
+                        outcome, record, probes, self.tolerances, self.options, self.progress, parent
+                    )
+                disk.replace_directory(new, self.out / row.name)
+        except (MissingPackage, UsageError):
+            raise
+        except Exception as error:
+            return self._failed(row, record, error, started, log)
+        outcome = replace(
+            outcome,
+            artifact=replace(artifact, path=self.out / row.name / made.file),
+            seconds=time.perf_counter() - started,
+        )
+        record = record.with_step(
+            outcome, tolerances=[each.to_dict() for each in used], options=self.options.recorded()
+        )
+        record.write(self.out)
+        return outcome, record
+
+    def _failed(
+        self, row: Step, record: Manifest, error: Exception, started: float, log: Path
+    ) -> tuple[Outcome, Manifest]:
+        """A step that could not be made. What lay there before is whole, so its record stays."""
+        notes = [f"the log is {log}"] if log.is_file() and log.stat().st_size else []
+        if isinstance(error, NlpconvertError):
+            reason = str(error)
+            notes += error.detail.splitlines()[-_DETAIL_LINES:]
+        else:
+            # A library raises whatever it likes: the line goes to the person, where it came from to the log.
+            reason = (
+                "out of memory" if isinstance(error, MemoryError) else f"{type(error).__name__}: {first_line(error)}"
+            )
+            with contextlib.suppress(OSError), log.open("a", encoding="utf-8", errors="replace") as file:
+                traceback.print_exception(error, file=file)
+        seconds = time.perf_counter() - started
+        outcome = Outcome(row.name, "failed", reason, seconds=seconds, notes=tuple(notes))
+        before = record.steps.get(row.name)
+        if before is None or before.outcome.artifact is None:
+            record = record.with_step(outcome, options=self.options.recorded())
+            record.write(self.out)
+        return outcome, record
+
+    def _artifact(self, row: Step, record: Manifest, new: Path, made: Made) -> Artifact:
+        above = record.source_sha256 if row.parent == "source" else record.artifact(row.parent, self.out).sha256
+        return Artifact(
+            step=row.name,
+            path=new / made.file,
+            format=row.format,
+            precision=row.precision,
+            task=record.task,
+            inputs=made.inputs,
+            outputs=made.outputs,
+            files=disk.hash_tree(new),
+            parent=row.parent,
+            parent_sha256=above,
+            made_by=made.made_by,
+        )
+
+    def _convert(self, row: Step, record: Manifest, new: Path, log: Path) -> Made:
+        options = self.options
+        if row.format == "tensorrt":
+            from nlpconvert import profiles
+            from nlpconvert.convert import tensorrt
+
+            parent = record.artifact(row.parent, self.out)
+            limit = record.facts["max_length"]
+            axes = profiles.dynamic_axes(spec.shape for spec in parent.inputs)
+            return tensorrt.convert(
+                parent,
+                new,
+                profile=profiles.choose(options.minimum, options.optimum, options.maximum, axes, limit),
+                max_length=limit,
+                log=log,
+                runtime=options.runtime,
+                tf32=options.tf32,
+                workspace=options.workspace,
+                hardware_compatibility=options.hardware_compatibility,
+                timing_cache=options.timing_cache,
+                compute_capabilities=options.compute_capabilities,
+            )
+        assert self.loaded is not None
+        loaded = self.loaded
+        from nlpconvert import probes
+
+        least = loaded.facts.trace_length if row.format == "torchscript" else 0
+        example = probes.export_example(loaded.facts, loaded.encode, least=least)
+        if row.format == "torchscript":
+            from nlpconvert.convert import torchscript
+
+            return torchscript.convert(loaded.module, example, loaded.facts, new, method=options.method)
+        from nlpconvert.convert import onnx
+
+        return onnx.convert(
+            loaded.module,
+            example,
+            loaded.facts,
+            new,
+            companions=loaded.directory,
+            parameter_bytes=loaded.parameter_bytes,
+            opset=options.opset,
+        )
+
+    def _free_model(self) -> None:
+        if self.loaded is not None:
+            self.loaded = None
+            gc.collect()
