@@ -1,4 +1,4 @@
-"""Floor 5: the command line: a thin coat over `pipeline`. Signatures, help and the terminal; nothing is decided here.
+"""Floor 5: the command line: a thin coat over `pipeline`. Signatures, help and exit codes; nothing is decided here.
 
 Typer and rich stand at the top; everything else is imported by the command that needs it, so that `--help` is quick.
 """
@@ -17,6 +17,7 @@ import typer
 
 from nlpconvert import __version__
 from nlpconvert.errors import EXIT_CODES, ConversionError, NlpconvertError, UsageError
+from nlpconvert.terminal import Terminal, table
 
 if TYPE_CHECKING:
     from nlpconvert.artifact import Outcome
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 # Typer carries a click of its own; the base of its errors is reached through one that it shows.
 ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+INTERRUPTED = 130  # what Typer makes of Ctrl-C
 
 EPILOG = "Exit codes: " + "; ".join(f"{row.code} {row.meaning}" for row in EXIT_CODES) + "."
 
@@ -325,104 +328,34 @@ def _report(terminal: Terminal, outcomes: Sequence[Outcome], out: Path, verbose:
             print(file=stream)
     if terminal.quiet:
         return
-    _table(stream, report.HEADER, report.table_rows(outcomes))
-
-
-def _table(stream: Any, header: Sequence[str], rows: Sequence[dict[str, str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    colours = {"agrees": "green", "DRIFT": "bold red", "FAILED": "bold red", "not run": "yellow"}
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in header:
-        table.add_column(name, justify="right" if name in ("size", "seconds") else "left", overflow="fold")
-    for row in rows:
-        verdict = row["verdict"]
-        style = next((style for word, style in colours.items() if verdict.startswith(word)), "")
-        table.add_row(*(Text(row[name], style=style if name == "verdict" else "") for name in header))
-    # Not on a terminal (a CI log, a file) a line is as long as it needs to be.
-    console = Console(file=stream, width=None if stream.isatty() else 160, highlight=False)
-    console.print(table)
-
-
-class Terminal:
-    """The Progress of a person: a bar on a terminal, plain lines elsewhere, nothing when quiet. Writes to standard
-    error.
-
-    It writes to a duplicate of the descriptor, because the descriptor itself is sent to a log while exporters talk.
-    """
-
-    def __init__(self, quiet: bool) -> None:
-        self.quiet = quiet
-        self._file = os.fdopen(os.dup(2), "w", buffering=1)
-        self._bar: Any = None
-        self._task: Any = None
-        if not quiet and self._file.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._bar = Progress(*columns, console=Console(file=self._file), transient=True)
-            self._bar.start()
-
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-        self._file.close()
-
-    def start(self, what: str, total: int | None = None) -> None:
-        """A new piece of work."""
-        if self._bar is not None:
-            if self._task is not None:
-                self._bar.remove_task(self._task)
-            self._task = self._bar.add_task(what, total=total)
-        elif not self.quiet:
-            print(f"{what} ..." if total is None else f"{what}, {total} cases ...", file=self._file)
-
-    def advance(self, by: int = 1) -> None:
-        """Parts of it are done."""
-        if self._bar is not None:
-            self._bar.advance(self._task, by)
-
-    def line(self, text: str) -> None:
-        """A line that stays."""
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
-        elif not self.quiet:
-            print(text, file=self._file)
-
-    def stop(self) -> None:
-        """Takes the bar away."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+    table(stream, report.HEADER, report.table_rows(outcomes))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The program: every error is one line and an exit code."""
-    sys.exit(_main(arguments))
+    code = _main(arguments)
+    if code == INTERRUPTED:
+        # Python ends itself by the signal where that came during an exec(): 130 is what was promised.
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _main(arguments: Sequence[str] | None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        code = app(
-            args=list(arguments) if arguments is not None else None, standalone_mode=False, prog_name="nlpconvert"
-        )
-        return code if isinstance(code, int) else 0
+        code = app(args=arguments, standalone_mode=False, prog_name="nlpconvert")
+        return _interrupted() if code == INTERRUPTED else code if isinstance(code, int) else 0
     except NlpconvertError as error:
         print(f"nlpconvert: {error}", file=sys.stderr)
-        if error.detail:
+        if error.detail and {"-v", "--verbose"} & set(arguments):
             print(error.detail, file=sys.stderr)
         return error.exit_code
     except ClickException as error:
         print(f"nlpconvert: {error.format_message()}", file=sys.stderr)
         return UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        print("nlpconvert: interrupted; what was finished before is whole, nothing half-made is left", file=sys.stderr)
-        return 130
+        return _interrupted()
     except SystemExit as error:
         if not isinstance(error.__context__, BrokenPipeError):
             raise
@@ -434,6 +367,11 @@ def _main(arguments: Sequence[str] | None) -> int:
         traceback.print_exc()
         print("nlpconvert: this is a fault of nlpconvert itself, not of the model; please report it", file=sys.stderr)
         return ConversionError.exit_code
+
+
+def _interrupted() -> int:
+    print("nlpconvert: interrupted; what was finished before is whole, nothing half-made is left", file=sys.stderr)
+    return INTERRUPTED
 
 
 @app.callback(invoke_without_command=True)

@@ -171,7 +171,8 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/bench.py", 3),
     Room("nlpconvert/doctor.py", 3),
     Room("nlpconvert/report.py", 4),
-    Room("nlpconvert/cli.py", 5),
+    Room("nlpconvert/cli.py", 5, rooms=_set("nlpconvert.terminal")),
+    Room("nlpconvert/terminal.py", 5),
 )
 
 TERMINAL_FLOOR = 5

@@ -1,8 +1,8 @@
 """Tiny random models of many architectures, scaled so that a wrong mask or position shows.
 
-With the default initialisation (standard deviation 0.02) a tiny model's output hardly depends on its input, and errors pass
-any tolerance. So every parameter of two or more dimensions is multiplied by 5, and every one-dimensional one that is zero
-(biases) is drawn from N(0, 0.3).
+With the default initialisation (standard deviation 0.02) a tiny model's output hardly depends on its input, and errors
+pass any tolerance. So every parameter of two or more dimensions is multiplied by 5, and every one-dimensional one that
+is zero (biases) is drawn from N(0, 0.3).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Tiny:
     config: str
     values: dict[str, Any] = field(default_factory=dict)
     factor: float = 5.0
-    """What weights are multiplied by. T5 starts with weights of order 1: at 5 its attention is one-hot, and PyTorch itself
-    differs between float32 and float64 by 5e-4."""
+    """What weights are multiplied by. T5 starts with weights of order 1: at 5 its attention is one-hot, and PyTorch
+    itself differs between float32 and float64 by 5e-4."""
 
 
 def _encoder(name: str, stem: str, head: str = "ForSequenceClassification", **values: Any) -> Tiny:

@@ -1,0 +1,46 @@
+"""Benchmarks: `nlpconvert verify` against ONNX Runtime's bare forward passes of the same inputs."""
+
+from __future__ import annotations
+
+import statistics
+
+from measure import HERE, Result, Row, Settings, child, in_turns, row, seconds, wall
+
+TITLE = "Verification"
+
+
+def measure(settings: Settings) -> Result:
+    """Converts once, then verifies and passes in turns."""
+    threads, out = settings.threads, settings.scratch / "verified"
+    own = [] if threads is None else ["--threads", str(threads)]
+    child(["-m", "nlpconvert", "onnx", settings.model, "-o", out, "-q", *own], threads=threads)
+    bare = [HERE / "bare_forward.py", out, *([] if threads is None else [str(threads)])]
+    found = in_turns(
+        {
+            "verify": lambda: child(["-m", "nlpconvert", "verify", out, "--step", "onnx", "-q", *own], threads=threads),
+            "bare": lambda: child(bare, threads=threads),
+            "start": lambda: child(["-c", "import nlpconvert.judging, nlpconvert.backends.onnxruntime, typer"]),
+        },
+        settings.times(7),
+    )
+    parts = [sample.data() for sample in found["bare"]]
+    passes, opening, imports = (
+        statistics.median(part[name] for part in parts) for name in ("passes", "open", "imports")
+    )
+    starting = wall(found["start"])
+    working = wall(found["verify"]) - starting
+    return Result(
+        (
+            row("`nlpconvert verify` / bare script over ONNX Runtime", found["verify"], found["bare"]),
+            Row(
+                "verify without its start-up / the passes alone",
+                seconds(working),
+                seconds(passes),
+                working / passes,
+            ),
+        ),
+        (
+            f"{parts[0]['cases']} cases. Verify's start-up is {starting:.2f} s (imports); the bare script's imports are "
+            f"{imports:.2f} s, opening the session {opening:.2f} s. Verify also hashes every file and judges every element.",
+        ),
+    )

@@ -1,0 +1,84 @@
+"""Floor 5: what a person sees while work goes on and when it is done: a bar, plain lines, a table.
+
+What the lines say is `report`. Rich is imported by what uses it, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def table(stream: Any, header: Sequence[str], rows: Sequence[Mapping[str, str]]) -> None:
+    """Prints a table; the verdict has a colour where `stream` is a terminal."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"agrees": "green", "DRIFT": "bold red", "FAILED": "bold red", "not run": "yellow"}
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for name in header:
+        grid.add_column(name, justify="right" if name in ("size", "seconds") else "left", overflow="fold")
+    for row in rows:
+        verdict = row["verdict"]
+        style = next((style for word, style in colours.items() if verdict.startswith(word)), "")
+        grid.add_row(*(Text(row[name], style=style if name == "verdict" else "") for name in header))
+    # Not on a terminal (a CI log, a file) a line is as long as it needs to be.
+    console = Console(file=stream, width=None if stream.isatty() else 160, highlight=False)
+    console.print(grid)
+
+
+class Terminal:
+    """The Progress of a person: a bar on a terminal, plain lines elsewhere, nothing when quiet. Writes to standard
+    error.
+
+    It writes to a duplicate of the descriptor, because the descriptor itself is sent to a log while exporters talk.
+    """
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet
+        self._file = os.fdopen(os.dup(2), "w", buffering=1)
+        self._bar: Any = None
+        self._task: Any = None
+        if not quiet and self._file.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bar = Progress(*columns, console=Console(file=self._file), transient=True)
+            self._bar.start()
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._file.close()
+
+    def start(self, what: str, total: int | None = None) -> None:
+        """A new piece of work."""
+        if self._bar is not None:
+            if self._task is not None:
+                self._bar.remove_task(self._task)
+            self._task = self._bar.add_task(what, total=total)
+        elif not self.quiet:
+            print(f"{what} ..." if total is None else f"{what}, {total} cases ...", file=self._file)
+
+    def advance(self, by: int = 1) -> None:
+        """Parts of it are done."""
+        if self._bar is not None:
+            self._bar.advance(self._task, by)
+
+    def line(self, text: str) -> None:
+        """A line that stays."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        elif not self.quiet:
+            print(text, file=self._file)
+
+    def stop(self) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
