@@ -46,7 +46,12 @@ def convert(
         compiled = _script(module) if method == "script" else _trace(module, inputs)
     # Into an open file: given a path, torch aborts the process when the disk is full.
     with (directory / "traced.pt").open("wb") as file:
-        torch.jit.save(compiled, file)
+        try:
+            torch.jit.save(compiled, file)
+        except RuntimeError as error:
+            raise ConversionError(
+                f"TorchScript cannot hold all of {type(module).__name__}: {_first_line(error)}", detail=str(error)
+            ) from error
     _strip_paths(directory / "traced.pt", directory / "model.pt")
     (directory / "traced.pt").unlink()
     outputs = module(**inputs)

@@ -6,6 +6,7 @@ Typer and rich stand at the top; everything else is imported by the command that
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nlpconvert import __version__
-from nlpconvert.errors import EXIT_CODES, ConversionError, NlpconvertError, UsageError
-from nlpconvert.terminal import Terminal, table
+from nlpconvert.errors import EXIT_CODES, NlpconvertError, UsageError
+from nlpconvert.terminal import Terminal, open_streams, table
 
 if TYPE_CHECKING:
     from nlpconvert.artifact import Outcome
@@ -249,7 +250,7 @@ def verify(
         outcomes = pipeline.verify(out, steps=step, cases=case, options=options, progress=terminal)
         terminal.stop()
         _documents(outcomes, out, junit, json)
-        _report(terminal, outcomes, out, verbose, to_stdout=json is None or str(json) != "-")
+        _report(terminal, outcomes, out, forgiven, verbose, to_stdout=json is None or str(json) != "-")
     raise typer.Exit(pipeline.exit_code(outcomes, forgiven))
 
 
@@ -297,7 +298,7 @@ def _line(
         terminal.stop()
         if json:
             print(report.to_json(outcomes), end="")
-        _report(terminal, outcomes, out, verbose, to_stdout=not json)
+        _report(terminal, outcomes, out, forgiven, verbose, to_stdout=not json)
     raise typer.Exit(pipeline.exit_code(outcomes, forgiven))
 
 
@@ -309,30 +310,39 @@ def _documents(outcomes: Sequence[Outcome], out: Path, junit: Path | None, json:
     from nlpconvert import disk, report
 
     if junit is not None:
-        disk.write_text_atomic(junit, report.junit(outcomes, out=str(out)))
+        disk.write_text_atomic(junit, report.junit(outcomes, out=shlex.quote(str(out))))
     if json is not None and str(json) == "-":
         print(report.to_json(outcomes), end="")
     elif json is not None:
         disk.write_text_atomic(json, report.to_json(outcomes))
 
 
-def _report(terminal: Terminal, outcomes: Sequence[Outcome], out: Path, verbose: bool, to_stdout: bool) -> None:
+def _report(
+    terminal: Terminal,
+    outcomes: Sequence[Outcome],
+    out: Path,
+    forgiven: Sequence[str],
+    verbose: bool,
+    to_stdout: bool,
+) -> None:
     """The verdicts and the table; with --json the person's half goes to standard error."""
     from nlpconvert import report
 
     stream = sys.stdout if to_stdout else sys.stderr
     for outcome in outcomes:
-        if outcome.status in ("drift", "failed") or (verbose and not terminal.quiet):
-            for line in report.verdict_lines(outcome, out=str(out), verbose=verbose):
+        # The table says why a step was not run; without it, a line does.
+        untold = terminal.quiet and outcome.status == "not run" and outcome.step not in forgiven
+        if outcome.status in ("drift", "failed") or untold or (verbose and not terminal.quiet):
+            for line in report.verdict_lines(outcome, out=shlex.quote(str(out)), verbose=verbose):
                 print(line, file=stream)
             print(file=stream)
-    if terminal.quiet:
-        return
-    table(stream, report.HEADER, report.table_rows(outcomes))
+    if not terminal.quiet:
+        table(stream, report.HEADER, report.table_rows(outcomes))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The program: every error is one line and an exit code."""
+    open_streams()
     code = _main(arguments)
     if code == INTERRUPTED:
         # Python ends itself by the signal where that came during an exec(): 130 is what was promised.
@@ -343,35 +353,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _main(arguments: Sequence[str] | None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    verbose = bool({"-v", "--verbose"} & set(arguments))
     try:
         code = app(args=arguments, standalone_mode=False, prog_name="nlpconvert")
-        return _interrupted() if code == INTERRUPTED else code if isinstance(code, int) else 0
+        sys.stdout.flush()
     except NlpconvertError as error:
-        print(f"nlpconvert: {error}", file=sys.stderr)
-        if error.detail and {"-v", "--verbose"} & set(arguments):
-            print(error.detail, file=sys.stderr)
-        return error.exit_code
+        return _told(str(error), error.exit_code, error.detail if verbose else "")
     except ClickException as error:
-        print(f"nlpconvert: {error.format_message()}", file=sys.stderr)
-        return UsageError.exit_code
+        return _told(error.format_message(), UsageError.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        return _interrupted()
+        code = INTERRUPTED
     except SystemExit as error:
         if not isinstance(error.__context__, BrokenPipeError):
             raise
         # Whoever read our output has gone (`| head`). Click would exit with 1, which means "drift" here.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        return _told(str(error), UsageError.exit_code, traceback.format_exc() if verbose else "")
     except Exception:
         # Python's own exit code for this is 1, which a CI job would read as "drift".
         traceback.print_exc()
-        print("nlpconvert: this is a fault of nlpconvert itself, not of the model; please report it", file=sys.stderr)
-        return ConversionError.exit_code
+        return _told("this is a fault of nlpconvert itself, not of the model; please report it", 3)
+    if code == INTERRUPTED:
+        return _told("interrupted; what was finished before is whole, nothing half-made is left", INTERRUPTED)
+    return code if isinstance(code, int) else 0
 
 
-def _interrupted() -> int:
-    print("nlpconvert: interrupted; what was finished before is whole, nothing half-made is left", file=sys.stderr)
-    return INTERRUPTED
+def _told(line: str, code: int, detail: str = "") -> int:
+    print(f"nlpconvert: {line}", file=sys.stderr)
+    if detail:
+        print(detail.rstrip(), file=sys.stderr)
+    return code
 
 
 @app.callback(invoke_without_command=True)

@@ -127,7 +127,8 @@ def _reverify(
     outcome = replace(record.outcome(step, out), verdict=None, reason="", seconds=0.0)
     changed = manifest.tampered(record, step, out)
     if changed:
-        reason = f"{'; '.join(changed)} since it was verified; it was not opened"
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        reason = f"{'; '.join(changed[:3])}{more} since it was verified; it was not opened"
         return replace(outcome, status="drift", reason=reason)
     above = kept.artifact.parent
     if record.record(step).stale:

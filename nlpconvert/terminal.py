@@ -6,8 +6,28 @@ What the lines say is `report`. Rich is imported by what uses it, so that `--hel
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+
+def open_streams() -> None:
+    """Makes standard output and error safe to write to, whatever the shell did with them.
+
+    One that was closed (`2>&-`) leads nowhere: else the next file to be opened would take its number. A letter that the
+    terminal's encoding lacks is written as its number.
+    """
+    for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 def table(stream: Any, header: Sequence[str], rows: Sequence[Mapping[str, str]]) -> None:
@@ -38,7 +58,7 @@ class Terminal:
 
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet
-        self._file = os.fdopen(os.dup(2), "w", buffering=1)
+        self._file = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
         self._bar: Any = None
         self._task: Any = None
         if not quiet and self._file.isatty():

@@ -483,6 +483,13 @@ def test_quiet_says_nothing_when_all_is_well(classifier_out: Path, capfd: pytest
     assert said.err == ""
 
 
+def test_quiet_says_why_a_step_was_not_run(classifier_out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("verify", classifier_out, "--case", "alone", "--quiet") == 4
+    assert capfd.readouterr().out.startswith("trt: not run: no NVIDIA GPU")
+    assert run("verify", classifier_out, "--case", "alone", "--quiet", "--allow-unverified", "trt") == 0
+    assert capfd.readouterr() == ("", "")
+
+
 def test_verbose_and_plain_progress_lines(classifier_out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run("verify", classifier_out, "--step", "onnx", "--verbose") == 0
     said = capfd.readouterr()
@@ -580,6 +587,32 @@ def test_doctor(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     said = capfd.readouterr().out
     assert "made here  torch is not installed: pip install 'nlpconvert[cpu]'" in said
     assert "run here   onnxruntime is not installed: pip install 'nlpconvert[verify]'" in said
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "12"])
+def test_closed_streams_are_no_fault(closed: str, classifier_out: Path) -> None:
+    command = f'exec {sys.executable} -m nlpconvert verify "$0" --step onnx {" ".join(f"{n}>&-" for n in closed)}'
+    done = subprocess.run(["sh", "-c", command, str(classifier_out)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert ("agrees" in done.stdout) == ("1" not in closed)
+
+
+def test_names_that_the_terminal_cannot_write(classifier_out: Path, tmp_path: Path) -> None:
+    out = copy(classifier_out, tmp_path, "zwölf äpfel")
+    with start(
+        "verify", out, "--step", "onnx", "--tolerance", "abs<=1e-12", env={"PYTHONIOENCODING": "ascii"}
+    ) as process:
+        said, errors = process.communicate(timeout=120)
+    assert process.returncode == 1, errors
+    assert "zw\\xf6lf \\xe4pfel' --step onnx" in said, "and quoted for the shell"
+
+
+def test_an_output_that_is_full(classifier_out: Path) -> None:
+    with open("/dev/full", "w") as full, start("verify", classifier_out, "--step", "onnx", stdout=full) as process:
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert said.splitlines()[-1] == "nlpconvert: [Errno 28] No space left on device"
 
 
 def test_a_reader_that_goes_away_is_no_drift(classifier_out: Path) -> None:

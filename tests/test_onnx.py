@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import subprocess
@@ -188,20 +189,18 @@ def test_o25_o26_every_shared_weight_once(row: Any, most: float, t5: tuple[Loade
     assert data <= most * model.parameter_bytes, data / model.parameter_bytes
     # The rest is the graph itself.
     assert artifact.path.stat().st_size < 600_000
-    assert artifact.made_by["weights_shared"] >= (1 if row != ALBERT else 6)
+    assert row != ALBERT or artifact.made_by["weights_shared"] >= 20  # some exporters share a tied head themselves
     rows = batch(model.facts, [9, 4])
     reference = forward.call(model.module, rows)
     for name, answer in ask(artifact, rows).items():
         np.testing.assert_allclose(answer, reference[name], **CLOSE)
 
 
-def test_a_file_that_grew_is_flagged(bert: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_graph, "share_weights", lambda graph: 0)
-    model = loaded(
-        tiny.Tiny("", "BertForMaskedLM", "BertConfig", {**MASKED.values, "vocab_size": 12_000}), tmp_path / "model"
-    )
-    artifact = make("onnx", model, tmp_path / "onnx")
-    assert any("times the unique parameters" in note for note in artifact.made_by["notes"]), artifact.made_by
+def test_a_file_that_grew_is_flagged(tmp_path: Path) -> None:
+    model = loaded(MASKED, tmp_path / "model")
+    artifact = make("onnx", model, tmp_path / "onnx", parameter_bytes=model.parameter_bytes // 10)
+    notes = artifact.made_by["notes"]
+    assert any("10." in note and "times the unique parameters" in note for note in notes), artifact.made_by
 
 
 # -- nothing of this machine -------------------------------------------------------------------------------------------
@@ -273,7 +272,7 @@ def test_o27_no_step_needs_the_weights_inside_the_model(
     monkeypatch.setattr("onnx.external_data_helper.load_external_data_for_model", refused)
     monkeypatch.setattr("onnx.load_external_data_for_model", refused)
     outcomes = pipeline.run(str(bert.directory), tmp_path / "out", to=["onnx", "trt"])
-    assert [outcome.status for outcome in outcomes][0] == "agrees", outcomes[0].reason
+    assert outcomes[0].status == "agrees", outcomes[0].reason
     assert outcomes[1].status in ("agrees", "not run"), outcomes[1].reason
     graph = onnx.load(str(tmp_path / "out" / "onnx" / "model.onnx"), load_external_data=False).graph
     assert sum(len(tensor.raw_data) for tensor in graph.initializer) < 3000
@@ -361,8 +360,10 @@ def test_a_frozen_axis_is_refused(bert: Loaded, tmp_path: Path, monkeypatch: pyt
         make("onnx", bert, tmp_path)
 
 
-def test_weights_are_freed(tmp_path: Path) -> None:
+def test_weights_are_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """onnxscript's rewrite rules are module globals that remember the last graph they saw, and with it all weights."""
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps every log record, and what
+    # torch logs holds the model
     model = loaded(tiny.ROWS["bert"], tmp_path / "model")
     example = probes.export_example(model.facts, model.encode)
     (tmp_path / "onnx").mkdir()
