@@ -23,9 +23,7 @@ options = onnxruntime.SessionOptions()
 options.log_severity_level = 4
 if len(sys.argv) > 2:
     options.intra_op_num_threads = int(sys.argv[2])
-session = onnxruntime.InferenceSession(
-    str(out / "onnx" / "model.onnx"), options, providers=["CPUExecutionProvider"]
-)
+session = onnxruntime.InferenceSession(str(out / "onnx" / "model.onnx"), options, providers=["CPUExecutionProvider"])
 names = {value.name for value in session.get_inputs()}
 arrays = load_file(out / "golden" / "inputs.safetensors")
 # Only the cases that the reference could answer are asked.

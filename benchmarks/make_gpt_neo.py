@@ -33,7 +33,7 @@ def main(out: Path, wanted: int) -> None:
     """The size nearest to what is wanted; a small vocabulary where the usual one would outweigh it."""
     positions = 2048 if wanted > 10**7 else 64
     vocabulary = VOCABULARY if wanted > 10**7 else 512
-    hidden, layers = min(SIZES, key=lambda size: abs(parameters(*size, vocabulary, positions) - wanted))
+    hidden, layers = min(SIZES, key=lambda size: abs(parameters(size[0], size[1], vocabulary, positions) - wanted))
     torch.manual_seed(0)
     config = transformers.GPTNeoConfig(
         hidden_size=hidden,
@@ -45,7 +45,7 @@ def main(out: Path, wanted: int) -> None:
         bos_token_id=vocabulary - 1,
         eos_token_id=vocabulary - 1,
     )
-    model = transformers.GPTNeoForCausalLM(config).eval()
+    model = transformers.GPTNeoForCausalLM(config)
     model.save_pretrained(out)
     count = sum(parameter.numel() for parameter in model.parameters())
     words = f"{layers} layers of {hidden}, vocabulary {vocabulary:,}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from measure import HERE, Result, Row, Settings, child, seconds
 
 TITLE = "Peak memory"
@@ -15,8 +17,19 @@ def measure(settings: Settings) -> Result:
     """Makes a random GPT-Neo in the scratch directory and converts it once."""
     checkpoint, out = settings.scratch / "gpt-neo", settings.scratch / "gpt-neo-converted"
     made = child([HERE / "make_gpt_neo.py", checkpoint, str(settings.parameters)], threads=settings.threads).data()
-    own = [] if settings.threads is None else ["--threads", str(settings.threads)]
-    command = ["-m", "nlpconvert", "onnx", checkpoint, "-o", out, "-q", "--tolerance", TOLERANCE, *own]
+    own: list[str | Path] = [] if settings.threads is None else ["--threads", str(settings.threads)]
+    command: list[str | Path] = [
+        "-m",
+        "nlpconvert",
+        "onnx",
+        checkpoint,
+        "-o",
+        out,
+        "-q",
+        "--tolerance",
+        TOLERANCE,
+        *own,
+    ]
     ours = child(command, threads=settings.threads)
     weights, started = made["weights"], child(["-c", f"import {IMPORTED}"]).peak
     ratio = ours.peak / weights

@@ -46,7 +46,7 @@ PHASES: tuple[tuple[str, str, str], ...] = (
     ("put in order", "nlpconvert.convert.onnx_graph", "share_weights"),
     ("save", "nlpconvert.convert.onnx_graph", "save"),
     ("let go of the graph", "nlpconvert.convert.onnx", "_forget_last_graph"),
-    ("free the model", "nlpconvert.line", "Line._free_model"),
+    ("free the model", "nlpconvert.line", "Line._make_room"),
     ("hash", "nlpconvert.disk", "sha256_file"),
     ("open the candidate", "nlpconvert.judging", "open_artifact"),
     ("judge", "nlpconvert.judging", "judge"),

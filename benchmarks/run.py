@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Benchmarks: runs them, prints their ratios and writes the tables of benchmarks/README.md.
 
-    benchmarks/run.py                        all of them, on a machine that does nothing else
-    benchmarks/run.py startup memory         these
-    benchmarks/run.py --no-write ...         the README stays as it is
+benchmarks/run.py                        all of them, on a machine that does nothing else
+benchmarks/run.py startup memory         these
+benchmarks/run.py --no-write ...         the README stays as it is
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from pathlib import Path
 
 from measure import HERE, Result, Row, Settings, child, in_turns, row, seconds, wall
 
@@ -12,9 +13,9 @@ TITLE = "Verification"
 def measure(settings: Settings) -> Result:
     """Converts once, then verifies and passes in turns."""
     threads, out = settings.threads, settings.scratch / "verified"
-    own = [] if threads is None else ["--threads", str(threads)]
+    own: list[str | Path] = [] if threads is None else ["--threads", str(threads)]
     child(["-m", "nlpconvert", "onnx", settings.model, "-o", out, "-q", *own], threads=threads)
-    bare = [HERE / "bare_forward.py", out, *([] if threads is None else [str(threads)])]
+    bare: list[str | Path] = [HERE / "bare_forward.py", out, *([] if threads is None else [str(threads)])]
     found = in_turns(
         {
             "verify": lambda: child(["-m", "nlpconvert", "verify", out, "--step", "onnx", "-q", *own], threads=threads),
@@ -40,7 +41,7 @@ def measure(settings: Settings) -> Result:
             ),
         ),
         (
-            f"{parts[0]['cases']} cases. Verify's start-up is {starting:.2f} s (imports); the bare script's imports are "
-            f"{imports:.2f} s, opening the session {opening:.2f} s. Verify also hashes every file and judges every element.",
+            f"{parts[0]['cases']} cases. Verify's imports take {starting:.2f} s, the bare script's {imports:.2f} s, "
+            f"opening the session {opening:.2f} s. Verify also hashes every file and judges every element.",
         ),
     )

@@ -11,8 +11,7 @@ import gc
 import inspect
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from transformers.exporters.exporter_onnx import OnnxExporter
 from nlpconvert.artifact import Made, TensorSpec
 from nlpconvert.convert import onnx_graph
 from nlpconvert.errors import ConversionError, UsageError
+from nlpconvert.memory import uncollected
 from nlpconvert.models import Facts, input_axes
 
 DEFAULT_OPSET = 20
@@ -80,7 +80,7 @@ def convert(
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
 
     notes: list[str] = []
-    with torch.no_grad(), _no_garbage_collection():
+    with torch.no_grad(), uncollected():
         exporter, program, fallback = _export(module, inputs, facts, opset)
         if fallback:
             notes.append(f"exported by {exporter}, because transformers.exporters failed: {fallback}")
@@ -269,15 +269,3 @@ def _describe(program: onnx_ir.Model, facts: Facts) -> None:
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else "no message"
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Exporters make millions of small objects that live to the end; collecting them over and over costs a sixth."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

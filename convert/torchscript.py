@@ -86,7 +86,7 @@ def _trace(module: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.ji
     keywords.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
     module.forward = keywords
     try:
-        with warnings.catch_warnings(), _functions_in_line():
+        with warnings.catch_warnings(), _functions_in_line(), _names_that_can_be_read(module):
             # Tracer warnings name every place that might freeze; whether one did is what the verdict measures.
             warnings.simplefilter("ignore")
             traced: torch.jit.ScriptModule = torch.jit.trace(  # type: ignore[no-untyped-call]
@@ -121,7 +121,25 @@ def _functions_in_line() -> Iterator[None]:
     try:
         yield
     finally:
-        Function.apply = own
+        Function.apply = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def _names_that_can_be_read(module: torch.nn.Module) -> Iterator[None]:
+    """Classes from a checkpoint's own code go by the name of their file alone.
+
+    TorchScript writes a class's full Python name into the archive, and cannot read one with a part that starts with a
+    digit: the hash under which transformers imports such code often does.
+    """
+    classes = {type(part) for part in module.modules()}
+    odd = {each: each.__module__ for each in classes if not all(map(str.isidentifier, each.__module__.split(".")))}
+    for each, name in odd.items():
+        each.__module__ = name.rpartition(".")[2]
+    try:
+        yield
+    finally:
+        for each, name in odd.items():
+            each.__module__ = name
 
 
 def _script(module: torch.nn.Module) -> torch.jit.ScriptModule:
@@ -134,8 +152,8 @@ def _script(module: torch.nn.Module) -> torch.jit.ScriptModule:
         raise
     except Exception as error:
         raise ConversionError(
-            f"torch.jit.script does not take {type(module).__name__} ({_first_line(error)[:160]}); use --method trace, which is "
-            "measured at other shapes than the example's"
+            f"torch.jit.script does not take {type(module).__name__} ({_first_line(error)[:160]}); use --method trace, "
+            "which is measured at other shapes than the example's"
         ) from error
     finally:
         module.forward = forward

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nlpconvert import __version__
+from nlpconvert import __version__, memory
 from nlpconvert.errors import EXIT_CODES, NlpconvertError, UsageError
 from nlpconvert.terminal import Terminal, open_streams, table
 
@@ -342,6 +342,7 @@ def _report(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The program: every error is one line and an exit code."""
+    memory.leave_quickly()
     open_streams()
     code = _main(arguments)
     if code == INTERRUPTED:

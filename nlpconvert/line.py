@@ -7,7 +7,6 @@ held as long as a step needs it. Everything heavy is imported inside the functio
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import time
 import traceback
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nlpconvert
-from nlpconvert import disk, host, judging, manifest, plan
+from nlpconvert import disk, host, judging, manifest, memory, plan
 from nlpconvert.artifact import Artifact, Made, Outcome, Step
 from nlpconvert.errors import MissingPackage, NlpconvertError, UsageError
 from nlpconvert.judging import Probes
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from nlpconvert.inputs import Case
     from nlpconvert.source import Loaded
     from nlpconvert.validators.tolerance import Tolerance
-
-_DETAIL_LINES = 15
 
 
 class Line:
@@ -199,9 +196,8 @@ class Line:
                     with captured(log):
                         made = self._convert(row, record, new, log)
                 finally:
-                    if not needs_model:
-                        # The reference's answers are kept; the model makes room before the candidate is opened.
-                        self._free_model()
+                    # The reference's answers are kept; the model makes room before the candidate is opened.
+                    self._make_room(needs_model)
                 artifact = self._artifact(row, record, new, made)
                 size = sum((new / name).stat().st_size for name in artifact.files)
                 outcome = Outcome(row.name, "not run", artifact=artifact, bytes=size, notes=made.notes)
@@ -230,19 +226,18 @@ class Line:
         self, row: Step, record: Manifest, error: Exception, started: float, log: Path
     ) -> tuple[Outcome, Manifest]:
         """A step that could not be made. What lay there before is whole, so its record stays."""
-        notes = [f"the log is {log}"] if log.is_file() and log.stat().st_size else []
         if isinstance(error, NlpconvertError):
-            reason = str(error)
-            notes += error.detail.splitlines()[-_DETAIL_LINES:]
+            reason, detail = str(error), error.detail
         else:
             # A library raises whatever it likes: the line goes to the person, where it came from to the log.
             reason = (
                 "out of memory" if isinstance(error, MemoryError) else f"{type(error).__name__}: {first_line(error)}"
             )
-            with contextlib.suppress(OSError), log.open("a", encoding="utf-8", errors="replace") as file:
-                traceback.print_exception(error, file=file)
+            detail = "".join(traceback.format_exception(error))
+        _append(log, detail)
+        notes = (f"the log is {log}",) if log.is_file() and log.stat().st_size else ()
         seconds = time.perf_counter() - started
-        outcome = Outcome(row.name, "failed", reason, seconds=seconds, notes=tuple(notes))
+        outcome = Outcome(row.name, "failed", reason, seconds=seconds, notes=notes)
         before = record.steps.get(row.name)
         if before is None or before.outcome.artifact is None:
             record = record.with_step(outcome, options=self.options.recorded())
@@ -309,7 +304,16 @@ class Line:
             opset=options.opset,
         )
 
-    def _free_model(self) -> None:
+    def _make_room(self, needs_model: bool) -> None:
+        """What a conversion left behind goes, and the model too once no step needs it."""
         if self.loaded is not None:
-            self.loaded = None
-            gc.collect()
+            self.loaded = self.loaded if needs_model else None
+            memory.give_back()
+
+
+def _append(log: Path, detail: str) -> None:
+    """Adds an error's detail to a step's log, unless that is where it was taken from."""
+    with contextlib.suppress(OSError):  # the disk may be full: the reason is told all the same
+        if detail.strip() not in (log.read_text(errors="replace") if log.is_file() else ""):
+            with log.open("a", encoding="utf-8", errors="replace") as file:
+                file.write(f"{detail.rstrip()}\n")

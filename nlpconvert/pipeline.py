@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nlpconvert import manifest, plan
+from nlpconvert import manifest, memory, plan
 from nlpconvert.artifact import Outcome
-from nlpconvert.errors import DriftError, NlpconvertError, worst
+from nlpconvert.errors import DriftError, NlpconvertError, UsageError, worst
 from nlpconvert.manifest import Manifest
 from nlpconvert.plan import Options
 from nlpconvert.progress import Progress, Silent
@@ -44,9 +44,10 @@ def run(
     Stops at the first step that fails or drifts unless `keep_going`. Raises UsageError and MissingPackage before any
     work; what happens to a step is told by its Outcome.
     """
-    from nlpconvert.line import Line
+    with memory.uncollected():
+        from nlpconvert.line import Line
 
-    return list(Line(str(model), Path(out), options or Options(), progress or Silent()).run(to))
+        return list(Line(str(model), Path(out), options or Options(), progress or Silent()).run(to))
 
 
 def convert_step(
@@ -71,7 +72,8 @@ def verify(
 ) -> list[Outcome]:
     """Re-runs what lies in `out` against its goldens; needs neither torch (but for TorchScript) nor the model.
 
-    `steps`, `cases`: names; None for all. Nothing is written. A file whose hash has changed is a drift, before it is
+    `steps`, `cases`: names; None for all. Tolerances that were given when a step was made hold again unless others are
+    given now. Nothing is written. A file whose hash has changed is a drift, before it is
     opened. A runtime that is missing is "not run". Raises UsageError for a name that is not there, DriftError for
     changed goldens.
     """
@@ -142,5 +144,17 @@ def _reverify(
             outcome = replace(outcome, notes=(*outcome.notes, note))
         else:
             parent = record.artifact(above, out)
-    outcome, _ = judging.judged(outcome, record, probes, tolerances, options, progress, parent)
+    given = tolerances or _given(record, step)
+    outcome, _ = judging.judged(outcome, record, probes, given, options, progress, parent)
     return replace(outcome, seconds=time.perf_counter() - started)
+
+
+def _given(record: Manifest, step: str) -> Sequence[Tolerance]:
+    """The tolerances that a person gave when the step was made, so that its verdict can be had again."""
+    from nlpconvert.validators.tolerance import Tolerance
+
+    try:
+        kept = [Tolerance.from_dict(each) for each in record.record(step).tolerances]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"the manifest's tolerances of {step} cannot be read ({error}); give --tolerance") from error
+    return list(dict.fromkeys(each for each in kept if each.given))

@@ -102,6 +102,9 @@ MORE = (
     ),
 )
 
+UNBUILT = {"fnet": "DFT", "bart-classifier": "NonZero"}
+"""Operators that tensorrt-rtx does not know: the step fails and says which, and what was made before stays."""
+
 USED = 0.2
 """Share of the tolerance that float32 rounding may use up here; 0.05 was the most when this was written."""
 
@@ -136,8 +139,13 @@ def test_agrees_at_every_case(row: tiny.Tiny, tmp_path: Path) -> None:
     assert outcomes["onnx"].artifact is not None
     assert outcomes["onnx"].artifact.made_by["exporter"] == "transformers.exporters"
     assert not [note for note in outcomes["onnx"].notes if "unique parameters" in note]
-    assert outcomes["trt"].status in ("not run", "agrees"), (outcomes["trt"].reason, wrong(outcomes["trt"]))
-    assert (tmp_path / "out" / "trt" / "model.engine").stat().st_size > 10_000
+    trt = outcomes["trt"]
+    if row.name in UNBUILT:
+        assert trt.status == "failed" and f"[{UNBUILT[row.name]} " in trt.reason, trt.reason
+        assert (tmp_path / "out" / "onnx").is_dir() and not (tmp_path / "out" / "trt").exists()
+    else:
+        assert trt.status in ("not run", "agrees"), (trt.reason, wrong(trt))
+        assert (tmp_path / "out" / "trt" / "model.engine").stat().st_size > 10_000
 
 
 def wrong(outcome: Any) -> str:
@@ -147,7 +155,7 @@ def wrong(outcome: Any) -> str:
 
 
 @pytest.mark.parametrize(("name", "words"), REFUSED.items())
-def test_refused_by_name_before_anything_is_left(name: str, words: str, tmp_path: Path) -> None:
+def test_refused_by_name(name: str, words: str, tmp_path: Path) -> None:
     model = tiny.save(tiny.ROWS[name], tmp_path / "model")
     with pytest.raises(UsageError, match=rf"{name} cannot be converted right: .*{words}"):
         pipeline.run(str(model), tmp_path / "out")

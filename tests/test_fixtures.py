@@ -52,7 +52,10 @@ def model_of(name: str) -> Any:
 
 
 def test_together_they_are_small() -> None:
-    assert sum(file.stat().st_size for file in HOME.rglob("*") if file.is_file() and "__pycache__" not in file.parts) <= 15_000_000
+    assert (
+        sum(file.stat().st_size for file in HOME.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+        <= 15_000_000
+    )
 
 
 def test_every_directory_is_under_test() -> None:

@@ -116,6 +116,7 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/disk.py", 0),
     Room("nlpconvert/host.py", 0),
     Room("nlpconvert/progress.py", 0),
+    Room("nlpconvert/memory.py", 0),
     Room("nlpconvert/models.py", 1),
     Room("nlpconvert/inputs.py", 1),
     Room("nlpconvert/probes.py", 1),

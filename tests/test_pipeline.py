@@ -142,7 +142,8 @@ def test_the_line_stops_at_the_first_failure(classifier: Path, tmp_path: Path, m
     out = tmp_path / "out"
     torchscript, onnx, trt = outcomes = pipeline.run(str(classifier), out)
     assert (torchscript.status, torchscript.reason) == ("failed", "it cannot be traced")
-    assert torchscript.notes == ("because", "of this")
+    assert torchscript.notes == (f"the log is {out / 'logs' / 'torchscript.log'}",)
+    assert (out / "logs" / "torchscript.log").read_text() == "because\nof this\n"
     assert (onnx.status, onnx.reason) == ("skipped", "the line stopped at torchscript")
     assert trt.status == "skipped"
     assert pipeline.exit_code(outcomes) == 3
@@ -159,7 +160,7 @@ def test_keep_going_makes_what_does_not_rest_on_it(
     assert statuses(outcomes) == {"torchscript": "failed", "onnx": "agrees"}
     assert outcomes[0].reason == "ValueError: out of nowhere"
     log = out / "logs" / "torchscript.log"
-    assert outcomes[0].notes == () or outcomes[0].notes[0] == f"the log is {log}"
+    assert outcomes[0].notes == (f"the log is {log}",)
     assert "Traceback" in log.read_text()
     assert pipeline.exit_code(outcomes) == 3
     # A failed one may be made again without --force: there is nothing to replace.
@@ -232,6 +233,19 @@ def test_options_and_tolerances_that_were_given_are_recorded(classifier: Path, t
     assert record.options == {"tolerance": "changed<=0.5%", "threads": 1}
     ((tolerance),) = record.tolerances
     assert (tolerance["measure"], tolerance["value"], tolerance["given"]) == ("changed", 0.005, True)
+
+
+def test_verify_judges_by_the_tolerance_that_was_given(classifier: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (outcome,) = pipeline.convert_step("torchscript", str(classifier), out, options=Options(tolerance="abs<=1e-20"))
+    assert outcome.status == "drift"
+    assert statuses(pipeline.verify(out)) == {"torchscript": "drift"}, "the same verdict again"
+    assert statuses(pipeline.verify(out, options=Options(tolerance="abs<=1e-3"))) == {"torchscript": "agrees"}
+    record = manifest.read(out)
+    steps = {"torchscript": dataclasses.replace(record.steps["torchscript"], tolerances=({"measure": "abs"},))}
+    dataclasses.replace(record, steps=steps).write(out)
+    with pytest.raises(UsageError, match="the manifest's tolerances of torchscript cannot be read"):
+        pipeline.verify(out)
 
 
 def test_a_log_of_each_step_is_kept_beside_them(classifier_out: Path) -> None:

@@ -190,6 +190,15 @@ def test_custom_functions_are_traced_as_their_forward(bert: Loaded, tmp_path: Pa
     assert torch.autograd.Function.apply.__qualname__ == "Function.apply"
 
 
+def test_class_names_that_torch_cannot_read_back(bert: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers imports a checkpoint's own code under a hash, and a part of a name must not start with a digit."""
+    name = "transformers_modules.model.11710e2f.modeling_own"
+    monkeypatch.setattr(type(bert.module), "__module__", name)
+    artifact = make("torchscript", bert, tmp_path)
+    assert type(bert.module).__module__ == name
+    assert list(ask(artifact, batch(bert.facts, [5]))) == ["last_hidden_state", "pooler_output"]
+
+
 # -- opening -----------------------------------------------------------------------------------------------------------
 
 

@@ -48,7 +48,8 @@ def open(artifact: Artifact, *, device: str = "cpu", threads: int | None = None)
     try:
         module = torch.jit.load(str(artifact.path), map_location=device).eval()  # type: ignore[no-untyped-call]
     except (RuntimeError, ValueError) as error:
-        raise DriftError(f"torch cannot open {artifact.path.name}: {str(error).splitlines()[0][:200]}") from error
+        line = next((part.strip()[:200] for part in str(error).splitlines() if part.strip()), type(error).__name__)
+        raise DriftError(f"torch cannot open {artifact.path.name}: {line}") from error
     # The profiling executor recompiles for the first shapes it sees, which costs more than it brings here and has its
     # own rounding; the graph as written is what is judged.
     torch.jit.set_fusion_strategy([("DYNAMIC", 0)])

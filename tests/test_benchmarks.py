@@ -1,0 +1,72 @@
+"""benchmarks/: each one's code runs on a tiny input and prints its ratio. How large a ratio is, no test says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN = ROOT / "benchmarks" / "run.py"
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    """Exit code, output and errors of benchmarks/run.py, with one round each and the README left alone."""
+    readme = (RUN.parent / "README.md").read_bytes()
+    process = subprocess.run(
+        [sys.executable, str(RUN), *map(str, arguments), "--repeats", "1", "--threads", "1", "--no-write"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (RUN.parent / "README.md").read_bytes() == readme
+    return process.returncode, process.stdout, process.stderr
+
+
+def ratios(printed: str, what: str) -> list[float]:
+    """The ratios of the rows whose first cell holds these words."""
+    rows = [line for line in printed.splitlines() if line.startswith("|") and what in line]
+    return [float(found) for row in rows for found in re.findall(r"\*\*(-?[0-9.]+)\*\*", row)]
+
+
+def test_startup_prints_its_ratio_and_the_machine() -> None:
+    code, printed, errors = run("startup")
+    assert code in (0, 1), errors
+    assert re.search(r"^\d+ cores, ", printed)
+    (ratio,) = ratios(printed, "`import typer`")
+    assert ratio > 0
+    assert re.search(r"\d\.\d\d s \(cpu \d\.\d\d s\)", printed)
+
+
+def test_a_name_that_is_not_there() -> None:
+    code, _, errors = run("speed")
+    assert code == 2
+    assert "there is no benchmark speed; there are startup, convert, verify, memory" in errors
+
+
+@pytest.mark.slow
+def test_convert_prints_both_ratios_and_where_the_time_goes(minilm: Path) -> None:
+    code, printed, errors = run("convert", "--model", minilm)
+    assert code in (0, 1), errors
+    assert len(ratios(printed, "/ bare script")) == 2
+    for phase in ("imports", "reference", "trace", "decompose", "optimise", "save", "hash", "judge", "passes"):
+        assert re.search(rf"\| (&nbsp;)*{phase}", printed), phase
+
+
+@pytest.mark.slow
+def test_verify_prints_its_ratios(minilm: Path) -> None:
+    code, printed, errors = run("verify", "--model", minilm)
+    assert code == 0, errors
+    assert len(ratios(printed, "bare script over ONNX Runtime") + ratios(printed, "the passes alone")) == 2
+
+
+@pytest.mark.slow
+def test_memory_prints_its_ratio(tmp_path: Path) -> None:
+    code, printed, errors = run("memory", "--parameters", "3e4", "--scratch", tmp_path)
+    assert code == 1, errors  # beside the libraries such a model's weights are nothing
+    assert ratios(printed, "peak / bytes of the weights")[0] > 1.3
+    assert "(missed)" in printed
+    assert not list(tmp_path.iterdir())
