@@ -73,9 +73,8 @@ def verify(
     """Re-runs what lies in `out` against its goldens; needs neither torch (but for TorchScript) nor the model.
 
     `steps`, `cases`: names; None for all. Tolerances that were given when a step was made hold again unless others are
-    given now. Nothing is written. A file whose hash has changed is a drift, before it is
-    opened. A runtime that is missing is "not run". Raises UsageError for a name that is not there, DriftError for
-    changed goldens.
+    given now. Nothing is written. A file whose hash has changed is a drift, before it is opened. A runtime that is
+    missing is "not run". Raises UsageError for a name that is not there, DriftError for changed goldens.
     """
     options, progress, out = options or Options(), progress or Silent(), Path(out)
     from nlpconvert import judging

@@ -6,6 +6,7 @@ The terminal's half (bars, plain lines) is `cli`; a library call without a Progr
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -59,14 +60,30 @@ def captured(log: Path) -> Iterator[None]:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
             # A stream that is not the descriptor itself (a notebook's, a test's) is sent along.
-            text = log.open("a", encoding="utf-8", errors="replace")
-            with text, contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+            with contextlib.redirect_stdout(_Descriptor(1)), contextlib.redirect_stderr(_Descriptor(2)):
                 yield
         finally:
             _flush(streams)
             for number, before in zip((1, 2), saved, strict=True):
                 os.dup2(before, number)
                 os.close(before)
+
+
+class _Descriptor(io.TextIOBase):
+    """Text to whatever a file descriptor leads to at the time.
+
+    Never closed: a logger that is made while noise is captured keeps the stream it found, and writes to it later.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        os.write(self._number, text.encode("utf-8", "replace"))
+        return len(text)
 
 
 def _flush(streams: tuple[object, ...]) -> None:

@@ -67,6 +67,7 @@ def encoder(info: SourceInfo, tokenizer: Any, facts: Facts) -> Encode:
             max_length=facts.max_length,
             return_attention_mask=False,
             return_token_type_ids=types,
+            verbose=False,  # a probe past the tokenizer's own idea of a limit is meant, where the model has none
         )
         return {name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded}
 

@@ -101,7 +101,7 @@ def test_o17_the_reference_is_asked_before_any_exporter(tmp_path: Path, monkeypa
 def test_o18_a_bfloat16_checkpoint(tmp_path: Path) -> None:
     """The reference and the artifact compute in float32 on the stored values; the stored type is recorded."""
     model = to_bfloat16(tiny.save(tiny.ROWS["bert"], tmp_path / "model"))
-    (outcome,) = pipeline.run(str(model), tmp_path / "out", to=["onnx"])
+    (outcome,) = pipeline.run(str(model), tmp_path / "out", to=["torchscript"])
     assert outcome.status == "agrees" and outcome.artifact is not None
     assert [spec.dtype for spec in outcome.artifact.outputs] == ["float32"]
     recorded = json.loads((tmp_path / "out" / "nlpconvert.json").read_text())
@@ -144,8 +144,8 @@ def test_o19_marians_bias_and_tied_output(step: str, marian: Loaded, tmp_path: P
         ("bert", "eager", "torchscript"),
         ("gpt2", "sdpa", "torchscript"),
         ("gpt2", "eager", "torchscript"),
-        ("bert", "eager", "onnx"),
         ("gpt2", "sdpa", "onnx"),
+        pytest.param(("bert", "eager", "onnx"), marks=pytest.mark.slow),
         pytest.param(("bert", "sdpa", "onnx"), marks=pytest.mark.slow),
         pytest.param(("gpt2", "eager", "onnx"), marks=pytest.mark.slow),
     ],

@@ -28,8 +28,7 @@ from nlpconvert.errors import EXIT_CODES
 
 ROOT = Path(__file__).resolve().parent.parent
 
-if engines.find_gpu()[0] is not None:
-    pytest.skip("written for a machine without a GPU, where an engine is never run", allow_module_level=True)
+without_gpu = pytest.mark.skipif(engines.find_gpu()[0] is not None, reason="says what happens where there is no GPU")
 
 
 def run(*arguments: object) -> int:
@@ -140,6 +139,7 @@ def test_an_option_that_the_builder_would_ignore(
     assert "tensorrt-rtx ignores --timing-cache" in one_line(capfd)
 
 
+@without_gpu
 def test_a_device_that_is_not_there_is_5(classifier: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run("onnx", classifier, "-o", tmp_path / "out", "--device", "cuda", "--quiet") == 5
     assert "device cuda is not there" in one_line(capfd)
@@ -453,6 +453,7 @@ def test_a_missing_runtime_is_4_in_verify(
     assert "not run: onnxruntime is not installed: pip install 'nlpconvert[verify]'" in capfd.readouterr().out
 
 
+@without_gpu
 def test_a_device_that_is_not_there_is_4_in_verify(classifier_out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run("verify", classifier_out, "--step", "torchscript", "--device", "cuda") == 4
     assert run("verify", classifier_out, "--step", "onnx", "--provider", "cuda") == 4
@@ -462,6 +463,7 @@ def test_a_device_that_is_not_there_is_4_in_verify(classifier_out: Path, capfd: 
 # -- exit codes and documents ------------------------------------------------------------------------------------------
 
 
+@without_gpu
 def test_verify_on_a_machine_without_a_gpu(classifier_out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = {path: path.stat().st_mtime_ns for path in classifier_out.rglob("*")}
     assert run("verify", classifier_out) == 4
@@ -483,6 +485,7 @@ def test_quiet_says_nothing_when_all_is_well(classifier_out: Path, capfd: pytest
     assert said.err == ""
 
 
+@without_gpu
 def test_quiet_says_why_a_step_was_not_run(classifier_out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run("verify", classifier_out, "--case", "alone", "--quiet") == 4
     assert capfd.readouterr().out.startswith("trt: not run: no NVIDIA GPU")
@@ -499,6 +502,7 @@ def test_verbose_and_plain_progress_lines(classifier_out: Path, capfd: pytest.Ca
     assert "\x1b" not in said.out + said.err
 
 
+@without_gpu
 def test_json_is_all_that_is_on_standard_output(
     classifier: Path, classifier_out: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -515,6 +519,7 @@ def test_json_is_all_that_is_on_standard_output(
     assert set(step["files"]) == {"model.pt"}
 
 
+@without_gpu
 def test_junit_and_json_files(classifier_out: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     junit, data = tmp_path / "new" / "junit.xml", tmp_path / "verdict.json"
     assert run("verify", classifier_out, "--junit", junit, "--json", data, "--case", "alone") == 4
@@ -572,6 +577,7 @@ def test_help_and_version_load_nothing_heavy() -> None:
     assert process.returncode == 0
 
 
+@without_gpu
 def test_doctor(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("doctor") == 0
     said = capfd.readouterr().out
