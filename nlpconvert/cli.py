@@ -30,7 +30,8 @@ ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind._
 INTERRUPTED = 130  # what Typer makes of Ctrl-C
 
 # Threads that spin while they wait take the cores from whatever else runs: on a busy machine PyTorch's passes cost four
-# times as much. numpy only adds up here, which one thread does as fast. Read when a library is loaded; a user's own stay.
+# times as much. numpy only adds up here, which one thread does as fast. Read when a library is loaded; a user's own
+# stay.
 PATIENT_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
 
 EPILOG = "Exit codes: " + "; ".join(f"{row.code} {row.meaning}" for row in EXIT_CODES) + "."

@@ -1,4 +1,5 @@
-"""The README under test: its commands run, its Python example runs, its tables are what the code says, its links lead somewhere."""
+"""The README under test: its commands run, its Python example runs, its tables are what the code says, its links lead
+somewhere."""
 
 from __future__ import annotations
 
