@@ -29,7 +29,7 @@ from nlpconvert.artifact import Made, TensorSpec
 from nlpconvert.convert import onnx_graph
 from nlpconvert.errors import ConversionError, UsageError
 from nlpconvert.memory import uncollected
-from nlpconvert.models import Facts, input_axes
+from nlpconvert.models import TOKENIZER_FILES, Facts, input_axes
 
 DEFAULT_OPSET = 20
 OPSETS = range(18, 24)
@@ -37,23 +37,7 @@ GROWTH_FLAGGED = 1.2
 """A file this many times larger than the unique parameters is flagged."""
 
 # Files beside the weights that other tools need to open the directory.
-COMPANIONS: tuple[str, ...] = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tokenizer.model",
-    "source.spm",
-    "target.spm",
-    "chat_template.jinja",
-)
+COMPANIONS: tuple[str, ...] = ("config.json", "generation_config.json", "chat_template.jinja", *TOKENIZER_FILES)
 
 
 def convert(

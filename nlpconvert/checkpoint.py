@@ -18,26 +18,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from nlpconvert.errors import UsageError
-from nlpconvert.models import TASK_ALIASES, TASKS, architecture, task_of
+from nlpconvert.models import TASK_ALIASES, TASKS, TOKENIZER_FILES, architecture, task_of
 
 # The kinds of module a sentence-transformers directory may chain, by the last part of their type.
 SENTENCE_MODULES = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize")
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "bpe.codes",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tokenizer.model",
-    "source.spm",
-    "target.spm",
-)
 
 # What is fetched of a hub repository: everything small, then safetensors or, failing that, the pickled weights.
 _SMALL = ("*.json", "*.txt", "*.model", "*.spm", "*.codes", "*.py")

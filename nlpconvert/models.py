@@ -342,3 +342,21 @@ def facts_from_data(data: Mapping[str, Any]) -> Facts:
     values: dict[str, Any] = {name: tuple(data[name]) if isinstance(data[name], list) else data[name] for name in names}
     values["outputs"] = tuple(OutputRow(**{**row, "axes": tuple(row["axes"])}) for row in data["outputs"])
     return Facts(**values)
+
+
+# Files of a checkpoint that make its tokenizer, whatever its kind.
+TOKENIZER_FILES: tuple[str, ...] = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "bpe.codes",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model",
+    "source.spm",
+    "target.spm",
+)

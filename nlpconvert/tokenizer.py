@@ -7,10 +7,10 @@ from typing import Any
 
 import transformers
 
-from nlpconvert.checkpoint import TOKENIZER_FILES, SourceInfo, few, first_line, read_json
+from nlpconvert.checkpoint import SourceInfo, few, first_line, read_json
 from nlpconvert.errors import MissingPackage, UsageError
 from nlpconvert.inputs import Encode
-from nlpconvert.models import Facts
+from nlpconvert.models import TOKENIZER_FILES, Facts
 
 
 def load(info: SourceInfo, trust: bool, notes: list[str]) -> Any:
