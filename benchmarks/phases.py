@@ -104,6 +104,8 @@ def main(arguments: list[str]) -> int:
     """Runs the command, prints the phases; the command's own exit code."""
     with clock("command line"):
         from nlpconvert import cli
+    # As the command sets them before anything is imported: the libraries read them when they are loaded.
+    os.environ.update({name: value for name, value in cli.PATIENT_THREADS.items() if name not in os.environ})
     with clock("imports"):
         for name in IMPORTS:
             with clock(f"import {name}"):

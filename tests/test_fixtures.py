@@ -27,10 +27,22 @@ ROWS = 60  # of eval.jsonl: enough to tell a trained model from a broken one, in
 LOWER_IS_BETTER = {"perplexity", "bits_per_byte"}
 SHARE = 0.9  # of the card's score, on ROWS rows
 ODD = [
-    "", " ", "\n\t", "\x00\x07", "naïve Ærøskøbing", "数据 データ 데이터", "مرحبا بالعالم", "हिन्दी",
-    "🙂‍↔️👩‍👩‍👧", "e\u0301\u0323", "\u202eabc\u200b\ufeff",
-    "\ufffd\ue000\U0010ffff", "x" * 5000, "[MASK] <pad> </s> <|endoftext|>", "ﬁ Å ½ Ⅳ",
-]  # fmt: skip
+    "",
+    " ",
+    "\n\t",
+    "\x00\x07",
+    "naïve Ærøskøbing",
+    "数据 データ 데이터",
+    "مرحبا بالعالم",
+    "हिन्दी",
+    "🙂‍↔️👩‍👩‍👧",
+    "e\u0301\u0323",
+    "\u202eabc\u200b\ufeff",
+    "\ufffd\ue000\U0010ffff",
+    "x" * 5000,
+    "[MASK] <pad> </s> <|endoftext|>",
+    "ﬁ Å ½ Ⅳ",
+]
 
 fixtures = pytest.mark.parametrize("name", COLUMNS)
 
