@@ -5,6 +5,7 @@ Typer and rich stand at the top; everything else is imported by the command that
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -95,6 +96,8 @@ def _options(
 ) -> Options:
     from nlpconvert.pipeline import Options
 
+    if any(not text.strip() for text in tolerance or ()):
+        raise UsageError('--tolerance is empty; write for example "cosine>=0.995", or leave it out')
     if golden_budget is not None:
         given["golden_budget"] = golden_budget * 2**20
     return Options(columns=columns, tolerance=",".join(tolerance or ()), **given)
@@ -342,6 +345,10 @@ def _report(
                 print(line, file=stream)
             print(file=stream)
     if not terminal.quiet:
+        for outcome in outcomes:
+            if outcome.status == "agrees" and not verbose:
+                for line in report.warnings(outcome):
+                    print(line, file=stream)
         table(stream, report.HEADER, report.table_rows(outcomes))
 
 
@@ -361,6 +368,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _main(arguments: Sequence[str] | None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     verbose = bool({"-v", "--verbose"} & set(arguments))
+    # Stopped by `docker stop` or a cancelled CI job: clean up as for Ctrl-C.
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         code = app(args=arguments, standalone_mode=False, prog_name="nlpconvert")
         sys.stdout.flush()

@@ -49,6 +49,9 @@ class Line:
         from nlpconvert import checkpoint
 
         info = checkpoint.describe(self.model, revision=options.revision, task=options.task)
+        for above in self.out.absolute().parents:
+            if (above / manifest.FILE).is_file():
+                raise UsageError(f"{self.out} lies inside {above}, which is itself an OUT; give a directory beside it")
         if self.out.exists():
             # Looked at before the lock as well, which makes a file: a refused OUT stays as it was.
             manifest.check_out(self.out, info.sha256, info.task)

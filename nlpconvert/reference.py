@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nlpconvert import golden
-from nlpconvert.errors import DriftError
+from nlpconvert.errors import DriftError, UsageError
 from nlpconvert.golden import Answers, Reference
 from nlpconvert.inputs import Case
 from nlpconvert.models import OutputRow
@@ -35,7 +35,8 @@ class Asked:
 def ask(call: Call, cases: Sequence[Case], outputs: Sequence[OutputRow], budget: int, progress: Progress) -> Asked:
     """Asks the reference every case, keeping at most `budget` bytes of answers (and one case's at a time).
 
-    Raises DriftError when a case run twice does not give the same bits, or when no case can be answered.
+    Raises DriftError when a case run twice does not give the same bits, or when no case can be answered; UsageError
+    when an output is not finite in every case.
     """
     answers: dict[str, Answers] = {}
     refused: dict[str, str] = {}
@@ -59,6 +60,13 @@ def ask(call: Call, cases: Sequence[Case], outputs: Sequence[OutputRow], budget:
     if plan is None:
         reasons = next(iter(refused.values()), "there are no cases")
         raise DriftError(f"PyTorch itself can answer none of the {len(cases)} probe cases: {reasons}")
+    for row in outputs:
+        broken = [name for name, given in answers.items() if not np.isfinite(given[row.name].values).all()]
+        if len(broken) == len(answers):
+            raise UsageError(
+                f"PyTorch's own {row.name} is not finite in any of the {len(answers)} probe cases (NaN or infinite "
+                "weights?): nothing can be judged by it"
+            )
     return Asked(answers, refused, plan.notes)
 
 

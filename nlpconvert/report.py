@@ -71,6 +71,14 @@ def verdict_lines(
         yield f"Again: nlpconvert verify {out} --step {outcome.step}{f' --case {case}' if case else ''}"
 
 
+def warnings(outcome: Outcome) -> Iterator[str]:
+    """What a person should know of a step that agrees: why its verdict may be worth less than it looks."""
+    if outcome.verdict is not None:
+        for output in Comparison.from_dict(outcome.verdict["comparison"]).outputs:
+            for note in output.notes:
+                yield f"{outcome.step}: {output.name}: note: {note}"
+
+
 def _headline(outcome: Outcome, comparison: Comparison, reference: str) -> str:
     total = len(comparison.outputs)
     bad = sum(not o.agrees for o in comparison.outputs)

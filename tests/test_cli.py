@@ -109,6 +109,7 @@ def test_a_wrong_option_is_one_line_and_nothing_is_done(
         (["--device", "gpu"], "--device"),
         (["--provider", "openvino"], "--provider"),
         (["--threads", "0"], "--threads"),
+        (["--tolerance", ""], "--tolerance is empty"),
         (["--allow-unverified", "foo"], "there is no step 'foo'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -256,6 +257,29 @@ def test_a_directory_that_is_not_ours_is_refused(
     assert names(tmp_path) == {"thesis.txt"}
 
 
+def test_an_out_inside_an_out_is_refused(
+    classifier: Path, classifier_out: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = hashes(classifier_out)
+    assert run("onnx", classifier, "-o", classifier_out / "onnx" / "sub", "--quiet") == 2
+    assert f"lies inside {classifier_out}" in one_line(capfd)
+    assert hashes(classifier_out) == before
+
+
+def test_a_checkpoint_that_answers_nan_is_refused(
+    classifier: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    model = copy(classifier, tmp_path, "model")
+    weights = load_file(model / "model.safetensors")
+    weights["classifier.bias"][0] = float("nan")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert run("onnx", model, "-o", tmp_path / "out", "--quiet") == 2
+    assert "PyTorch's own logits is not finite in any of the" in one_line(capfd)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_step_that_exists_needs_force(
     classifier: Path, classifier_out: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -349,7 +373,7 @@ def test_a_disk_that_is_full_from_the_start(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("safetensors.numpy.save_file", full)
+    monkeypatch.setattr("safetensors.numpy.save", full)
     assert run("onnx", classifier, "-o", tmp_path / "out", "--quiet") == 3
     assert "no room left for" in one_line(capfd)
     assert run("onnx", classifier, "-o", tmp_path / "out", "--quiet", "--verbose") == 3
@@ -357,25 +381,26 @@ def test_a_disk_that_is_full_from_the_start(
     assert not (tmp_path / "out").exists()
 
 
-def interrupt(process: subprocess.Popen[str], at: str) -> str:
-    """Ctrl-C once `at` is said on standard error; what was said in all."""
+def interrupt(process: subprocess.Popen[str], at: str, number: int = signal.SIGINT) -> str:
+    """A signal (Ctrl-C) once `at` is said on standard error; what was said in all."""
     said = ""
     assert process.stderr is not None
     for line in process.stderr:
         said += line
         if line.startswith(at):
             time.sleep(0.3)
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             break
     out, rest = process.communicate(timeout=60)
     return said + rest + out
 
 
-def test_ctrl_c_leaves_what_was_there(classifier: Path, classifier_out: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_leaves_what_was_there(number: int, classifier: Path, classifier_out: Path, tmp_path: Path) -> None:
     out = copy(classifier_out, tmp_path)
     before = hashes(out / "onnx"), (out / manifest.FILE).read_text()
     process = start("onnx", classifier, "-o", out, "--force")
-    said = interrupt(process, "onnx: convert")
+    said = interrupt(process, "onnx: convert", number)
     assert process.returncode == 130, said
     assert "nlpconvert: interrupted" in said
     assert "Traceback" not in said

@@ -458,6 +458,19 @@ def test_a_bound_wider_than_the_reference_itself() -> None:
     assert output.problems[0].endswith("answers of zeros would pass abs<=100.0")
 
 
+def test_a_given_bound_that_a_dead_artifact_passes() -> None:
+    cases = make_cases({"many": [[1, 1]] * 40})
+    answers = make_answers(cases, LABELS)
+    answers["many"]["labels"][:, 0] += 100.0 * (np.arange(40) < 28)  # 70 % of the answers are the first label
+
+    def first(array: np.ndarray) -> np.ndarray:
+        return np.repeat(array[:1], len(array), axis=0)
+
+    output = only(judge(LABELS, cases=cases, answers=answers, tolerance="changed<=50%", spoil=everywhere(first)))
+    assert not output.agrees
+    assert "an artifact that always gave the first answer would pass" in " ".join(output.problems)
+
+
 @pytest.mark.parametrize(("row", "name"), [(LABELS, "labels"), (WORDS, "words")])
 def test_one_value_per_answer_has_no_decision(row: OutputRow, name: str) -> None:
     cases = make_cases()
