@@ -21,7 +21,8 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.user ## convert a small classifier to TorchScript, ONNX and TensorRT into demo-out/, with a verdict on each
-	$(BIN)/nlpconvert run fixtures/bert-text-classifier -o demo-out --allow-unverified trt --force
+	rm -rf demo-out
+	$(BIN)/nlpconvert run fixtures/bert-text-classifier -o demo-out --allow-unverified trt
 
 test: lint ## everything that is quick: lint, types and the tests not marked slow (what CI runs)
 	$(PYTEST) -m "not slow"
