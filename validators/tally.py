@@ -16,8 +16,8 @@ from nlpconvert.validators.measures import cosines, divergences, largest, ratio,
 from nlpconvert.validators.scored import Block, Bools, Floats, blocks, scored_by, token_axis
 from nlpconvert.validators.tolerance import Tolerance
 
-MANY_ANSWERS = 20
-"""From so many answers on, that all are the same says something about the bound, not about the sample."""
+WIDE_CHANGE = 0.1
+"""A bound that lets a tenth of the decisions change has to be one that a constant answer does not pass."""
 
 CASE_FACTOR = 10
 SCATTER = 2
@@ -285,9 +285,9 @@ class Tally:
         notes: list[str] = []
         verdict = self.baseline.verdict()
         if verdict:
-            # A bound that a person gave and that a constant answer passes cannot fail where it should; the table's own
-            # bounds are narrow, and a text set in which every answer is the same may be an honest one.
-            wide = self.tolerance.given and self.baseline.count >= MANY_ANSWERS
+            # A wide bound that a constant answer passes cannot fail where it should; under a narrow one every answer of
+            # the reference is the same, which may be an honest sample and is only told.
+            wide = measure == "changed" and self.tolerance.given and self.tolerance.value >= WIDE_CHANGE
             (problems if measure in ("cosine", "kl") or wide else notes).append(verdict)
         top = self.baseline.largest
         if self.elements and measure == "abs" and 0 < top <= self.tolerance.value:
