@@ -27,7 +27,7 @@ from transformers.exporters.exporter_onnx import OnnxExporter
 
 from nlpconvert.artifact import Made, TensorSpec
 from nlpconvert.convert import onnx_graph
-from nlpconvert.errors import ConversionError, UsageError
+from nlpconvert.errors import ConversionError, UsageError, first_line
 from nlpconvert.memory import uncollected
 from nlpconvert.models import TOKENIZER_FILES, Facts, input_axes
 
@@ -137,7 +137,7 @@ def _export(
             raise
         except Exception as error:
             # Exporters raise anything at all, and print whole graphs; the first line tells a person enough.
-            reasons.append(f"{type(error).__name__}: {_first_line(error)}")
+            reasons.append(f"{type(error).__name__}: {first_line(error, 300)}")
     raise ConversionError(
         f"no exporter could turn {type(module).__name__} into ONNX: {reasons[0]}",
         detail="\n".join(f"{name}: {why}" for (name, _), why in zip(exporters, reasons, strict=True)),
@@ -226,7 +226,7 @@ def _check(path: Path) -> None:
         onnx.checker.check_model(str(path), full_check=False)
     except onnx.checker.ValidationError as error:
         raise ConversionError(
-            f"the exporter wrote an invalid graph: {_first_line(error)}", detail=str(error)
+            f"the exporter wrote an invalid graph: {first_line(error, 300)}", detail=str(error)
         ) from error
 
 
@@ -248,8 +248,3 @@ def _describe(program: onnx_ir.Model, facts: Facts) -> None:
     program.metadata_props.update({"nlpconvert.task": facts.task, "nlpconvert.model_type": facts.model_type})
     if facts.max_length is not None:
         program.metadata_props["nlpconvert.max_length"] = str(facts.max_length)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else "no message"

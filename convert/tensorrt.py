@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import nlpconvert
-from nlpconvert import engines, profiles
+from nlpconvert import disk, engines, profiles
 from nlpconvert.artifact import Artifact, Made, TensorSpec
 from nlpconvert.engines import ENGINE_FILE, Flavour, Here, Sidecar, runtime_here
 from nlpconvert.errors import ConversionError
@@ -107,7 +107,7 @@ def convert(
             tf32=tf32,
             profile=profile,
             onnx=_onnx_files(parent),
-            engine_sha256=engines.sha256(engine),
+            engine_sha256=disk.sha256_file(engine),
         )
         engines.write_sidecar(engine, sidecar)
     except BaseException:

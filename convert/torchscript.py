@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import Function, FunctionCtx
 
 from nlpconvert.artifact import Made, TensorSpec
-from nlpconvert.errors import ConversionError, UsageError
+from nlpconvert.errors import ConversionError, UsageError, first_line
 from nlpconvert.models import Facts, input_axes
 
 METHODS = ("trace", "script")
@@ -50,7 +50,7 @@ def convert(
             torch.jit.save(compiled, file)
         except RuntimeError as error:
             raise ConversionError(
-                f"TorchScript cannot hold all of {type(module).__name__}: {_first_line(error)}", detail=str(error)
+                f"TorchScript cannot hold all of {type(module).__name__}: {first_line(error, 300)}", detail=str(error)
             ) from error
     _strip_paths(directory / "traced.pt", directory / "model.pt")
     (directory / "traced.pt").unlink()
@@ -98,7 +98,7 @@ def _trace(module: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.ji
         raise
     except Exception as error:
         raise ConversionError(
-            f"torch.jit.trace could not trace {type(module).__name__}: {_first_line(error)}"
+            f"torch.jit.trace could not trace {type(module).__name__}: {first_line(error, 300)}"
         ) from error
     finally:
         module.forward = forward
@@ -152,15 +152,11 @@ def _script(module: torch.nn.Module) -> torch.jit.ScriptModule:
         raise
     except Exception as error:
         raise ConversionError(
-            f"torch.jit.script does not take {type(module).__name__} ({_first_line(error)[:160]}); use --method trace, "
+            f"torch.jit.script does not take {type(module).__name__} ({first_line(error, 160)}); use --method trace, "
             "which is measured at other shapes than the example's"
         ) from error
     finally:
         module.forward = forward
-
-
-def _first_line(error: BaseException) -> str:
-    return next((part.strip()[:300] for part in str(error).splitlines() if part.strip()), "no message")
 
 
 def _strip_paths(source: Path, target: Path) -> None:

@@ -8,7 +8,6 @@ running them (`backends.tensorrt`), which both stand on this.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nlpconvert import profiles
+from nlpconvert import disk, profiles
 from nlpconvert.errors import DriftError, MissingPackage, UsageError
 from nlpconvert.profiles import Profile
 
@@ -272,18 +271,12 @@ def read_sidecar(engine: Path) -> Sidecar:
         raise DriftError(f"{path} is not a sidecar of an engine ({error}): build the engine again") from error
 
 
-def sha256(path: Path) -> str:
-    """The file's sha256, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def not_itself(sidecar: Sidecar, engine: Path, onnx_sha256: str) -> str:
     """Why the engine's bytes are not what the sidecar and the manifest say, in one line; "" when they are.
 
     `onnx_sha256` is the hash of the ONNX file that the manifest names as the engine's parent.
     """
-    if (found := sha256(engine)) != sidecar.engine_sha256:
+    if (found := disk.sha256_file(engine)) != sidecar.engine_sha256:
         said = sidecar.engine_sha256
         return f"{engine} is not the engine that was built: sha256 {found[:12]}, its sidecar says {said[:12]}"
     if onnx_sha256 not in sidecar.onnx.values():

@@ -45,6 +45,11 @@ def worst(codes: list[int]) -> int:
     return min(codes, key=SEVERITY.index, default=0)
 
 
+def first_line(error: BaseException, limit: int = 200) -> str:
+    """The first line of an error's words, for a person, cut at `limit` characters."""
+    return next((line.strip()[:limit] for line in str(error).splitlines() if line.strip()), "no message")
+
+
 class NlpconvertError(Exception):
     """Base of all: one line for a person, an exit code, and more detail where it helps."""
 

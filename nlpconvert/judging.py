@@ -16,14 +16,13 @@ from typing import Any
 from nlpconvert import golden, host, manifest, models, profiles, reference
 from nlpconvert.artifact import Artifact, Outcome, TensorSpec
 from nlpconvert.backends import Session
-from nlpconvert.errors import CannotRunHere, DriftError, MissingPackage, OutOfProfile, UsageError
+from nlpconvert.errors import CannotRunHere, DriftError, MissingPackage, OutOfProfile, UsageError, first_line
 from nlpconvert.golden import Answers
 from nlpconvert.inputs import Case, case_tokens
 from nlpconvert.manifest import Manifest
 from nlpconvert.models import OutputRow
 from nlpconvert.plan import Options
 from nlpconvert.progress import Progress
-from nlpconvert.reference import first_line
 from nlpconvert.validators import parity, rows, structure, tolerance
 from nlpconvert.validators.tolerance import Tolerance
 

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING
 import nlpconvert
 from nlpconvert import disk, host, judging, manifest, memory, plan
 from nlpconvert.artifact import Artifact, Made, Outcome, Step
-from nlpconvert.errors import MissingPackage, NlpconvertError, UsageError
+from nlpconvert.errors import MissingPackage, NlpconvertError, UsageError, first_line
 from nlpconvert.judging import Probes
 from nlpconvert.manifest import Manifest
 from nlpconvert.plan import Options
 from nlpconvert.progress import Progress, captured
-from nlpconvert.reference import first_line
 
 if TYPE_CHECKING:
     from nlpconvert.inputs import Case

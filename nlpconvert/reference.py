@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nlpconvert import golden
-from nlpconvert.errors import DriftError, UsageError
+from nlpconvert.errors import DriftError, UsageError, first_line
 from nlpconvert.golden import Answers, Reference
 from nlpconvert.inputs import Case
 from nlpconvert.models import OutputRow
@@ -83,8 +83,3 @@ def _same(case: Case, first: Mapping[str, np.ndarray], second: Mapping[str, np.n
                 f"PyTorch is not deterministic: {name} of case {case.name} moved {moved:.1e} between two runs of the "
                 "same input, so nothing can be judged by it (is dropout on, or does the model draw random numbers?)"
             )
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's words, for a person."""
-    return next((line.strip()[:200] for line in str(error).splitlines() if line.strip()), "no message")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nlpconvert import engines, profiles
+from nlpconvert import disk, engines, profiles
 from nlpconvert.artifact import Artifact, Made, TensorSpec
 from nlpconvert.backends import tensorrt as backend
 from nlpconvert.convert import tensorrt
@@ -88,7 +88,7 @@ def onnx_model(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
             TensorSpec("last_hidden_state", "float32", (*AXES, 32)),
             TensorSpec("pooler_output", "float32", ("batch", 32)),
         ),
-        files={name: engines.sha256(path.with_name(name)) for name in ("model.onnx", "model.onnx.data")},
+        files={name: disk.sha256_file(path.with_name(name)) for name in ("model.onnx", "model.onnx.data")},
         parent="source",
         parent_sha256="0" * 64,
     )
@@ -110,7 +110,7 @@ def artifact_of(made: Made, directory: Path, parent: Artifact) -> Artifact:
         task=parent.task,
         inputs=made.inputs,
         outputs=made.outputs,
-        files={path.name: engines.sha256(path) for path in directory.iterdir()},
+        files={path.name: disk.sha256_file(path) for path in directory.iterdir()},
         parent=parent.step,
         parent_sha256=parent.sha256,
         made_by=made.made_by,
