@@ -5,7 +5,6 @@ Typer and rich stand at the top; everything else is imported by the command that
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import signal
@@ -19,7 +18,7 @@ import typer
 
 from nlpconvert import __version__, memory
 from nlpconvert.errors import EXIT_CODES, NlpconvertError, UsageError
-from nlpconvert.terminal import Terminal, open_streams, table
+from nlpconvert.terminal import Stop, Terminal, open_streams, table
 
 if TYPE_CHECKING:
     from nlpconvert.artifact import Outcome
@@ -368,9 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _main(arguments: Sequence[str] | None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     verbose = bool({"-v", "--verbose"} & set(arguments))
-    # Stopped by `docker stop` or a cancelled CI job: clean up as for Ctrl-C.
-    with contextlib.suppress(ValueError):  # not in the main thread
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    Terminal.stop_asked = Stop()
     try:
         code = app(args=arguments, standalone_mode=False, prog_name="nlpconvert")
         sys.stdout.flush()

@@ -5,10 +5,35 @@ What the lines say is `report`. Rich is imported by what uses it, so that `--hel
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+
+class Stop:
+    """Ctrl-C and SIGTERM (`docker stop`, a cancelled CI job) as KeyboardInterrupt, and remembered.
+
+    An exception that a signal raises inside a finalizer or a callback is printed and dropped by Python; long work asks
+    again at its next word to the person.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        with contextlib.suppress(ValueError):  # not in the main thread
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._signal)
+
+    def _signal(self, *_: object) -> None:
+        self.asked = True
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt when it was asked for at any time."""
+        if self.asked:
+            raise KeyboardInterrupt
 
 
 def open_streams() -> None:
@@ -56,6 +81,8 @@ class Terminal:
     It writes to a duplicate of the descriptor, because the descriptor itself is sent to a log while exporters talk.
     """
 
+    stop_asked: Stop | None = None
+
     def __init__(self, quiet: bool) -> None:
         self.quiet = quiet
         self._file = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
@@ -78,6 +105,7 @@ class Terminal:
 
     def start(self, what: str, total: int | None = None) -> None:
         """A new piece of work."""
+        self._check()
         if self._bar is not None:
             if self._task is not None:
                 self._bar.remove_task(self._task)
@@ -87,15 +115,21 @@ class Terminal:
 
     def advance(self, by: int = 1) -> None:
         """Parts of it are done."""
+        self._check()
         if self._bar is not None:
             self._bar.advance(self._task, by)
 
     def line(self, text: str) -> None:
         """A line that stays."""
+        self._check()
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         elif not self.quiet:
             print(text, file=self._file)
+
+    def _check(self) -> None:
+        if Terminal.stop_asked is not None:
+            Terminal.stop_asked.check()
 
     def stop(self) -> None:
         """Takes the bar away."""

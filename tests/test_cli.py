@@ -25,6 +25,7 @@ import pytest
 
 from nlpconvert import cli, disk, engines, manifest
 from nlpconvert.errors import EXIT_CODES
+from nlpconvert.terminal import Stop, Terminal
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -408,6 +409,25 @@ def test_a_stop_leaves_what_was_there(number: int, classifier: Path, classifier_
     assert json.loads((out / manifest.FILE).read_text())["steps"] == json.loads(before[1])["steps"]
     assert names(out) - {"logs"} == names(classifier_out) - {"logs"}, "no half artifact, no lock"
     assert run("verify", out, "--step", "onnx", "--quiet") == 0
+
+
+def test_a_stop_that_python_drops_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a signal raises inside a finalizer is printed and dropped; the next word to the person raises it again."""
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    class Dying:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        monkeypatch.setattr(Terminal, "stop_asked", Stop())
+        monkeypatch.setattr(sys, "unraisablehook", lambda *_: None)
+        Dying()
+        with Terminal(quiet=True) as terminal, pytest.raises(KeyboardInterrupt):
+            terminal.advance()
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])
 
 
 def test_ctrl_c_of_a_first_run_leaves_an_out_that_can_be_used(classifier: Path, tmp_path: Path) -> None:
