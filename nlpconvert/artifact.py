@@ -41,7 +41,16 @@ STEPS: dict[str, Step] = {
     for row in (
         Step("torchscript", "source", "torchscript", "float32", "model.pt", "cpu"),
         Step("onnx", "source", "onnx", "float32", "model.onnx", "cpu"),
+        Step("onnx-optimized", "onnx", "onnx", "float32", "model.onnx", "cpu"),
+        Step("onnx-fp16", "onnx", "onnx", "float16", "model.onnx", "cpu"),
+        Step("onnx-bf16", "onnx", "onnx", "bfloat16", "model.onnx", "cpu"),
+        Step("onnx-int8", "onnx", "onnx", "int8", "model.onnx", "cpu"),
+        Step("onnx-int4", "onnx", "onnx", "int4", "model.onnx", "cpu"),
+        Step("onnx-qdq", "onnx", "onnx", "int8", "model.onnx", "cpu"),
         Step("trt", "onnx", "tensorrt", "float32", "model.engine", "trt-rtx"),
+        Step("trt-fp16", "onnx-fp16", "tensorrt", "float16", "model.engine", "trt-rtx"),
+        Step("trt-bf16", "onnx-bf16", "tensorrt", "bfloat16", "model.engine", "trt-rtx"),
+        Step("trt-int8", "onnx-qdq", "tensorrt", "int8", "model.engine", "trt-rtx"),
     )
 }
 

@@ -72,6 +72,24 @@ Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Only what went wrong
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="The details of agreeing outputs too.")]
 Json = Annotated[bool, typer.Option("--json", help="The outcomes as JSON on standard output.")]
 Method = Annotated[str, typer.Option(help="trace or script.")]
+Fp16 = Annotated[bool, typer.Option("--fp16", help="Half precision, with float32 where the measured range needs it.")]
+Bf16 = Annotated[bool, typer.Option("--bf16", help="bfloat16.")]
+Int8 = Annotated[bool, typer.Option("--int8", help="8-bit integers, as many as the tolerance allows.")]
+Int4 = Annotated[bool, typer.Option("--int4", help="4-bit weights, as many as the tolerance allows.")]
+Int8Method = Annotated[
+    str | None,
+    typer.Option("--method", help="int8 by static, weight-only or dynamic; else the fastest in tolerance.", show_default=False),
+]
+Optimize = Annotated[
+    str | None, typer.Option(help="Fused for ONNX Runtime on cpu or cuda (onnx-optimized).", show_default=False)
+]
+SearchBudget = Annotated[float, typer.Option(help="Seconds that the search for precision may take.")]
+Recipe = Annotated[
+    Path | None, typer.Option(help="A recipe.json of an earlier run: the same again, nothing is chosen anew.")
+]
+Clamped = Annotated[
+    bool, typer.Option("--accept-clamped", help="Accept constants that the lower precision cannot hold.")
+]
 Opset = Annotated[int | None, typer.Option(help="ONNX opset (20).")]
 Runtime = Annotated[
     str | None, typer.Option(help="tensorrt or tensorrt-rtx; else the one installed that fits the GPU.")
@@ -110,7 +128,7 @@ def run(
     model: Model,
     out: Out,
     to: Annotated[
-        str | None, typer.Option(help="Steps with commas: torchscript,onnx,trt. Parents are made too.")
+        str | None, typer.Option(help="Steps with commas: torchscript,onnx,onnx-int8. Parents are made too.")
     ] = None,
     task: Task = None,
     revision: Revision = None,
@@ -125,6 +143,10 @@ def run(
     trust_remote_code: RemoteCode = False,
     method: Method = "trace",
     opset: Opset = None,
+    optimize: Annotated[str, typer.Option(help="What onnx-optimized is fused for: cpu or cuda.")] = "cpu",
+    search_budget: SearchBudget = 180.0,
+    recipe: Recipe = None,
+    accept_clamped: Clamped = False,
     runtime: Runtime = None,
     minimum: Minimum = None,
     optimum: Optimum = None,
@@ -173,6 +195,15 @@ def torchscript(
 def onnx(
     model: Model,
     out: Out,
+    fp16: Fp16 = False,
+    bf16: Bf16 = False,
+    int8: Int8 = False,
+    int4: Int4 = False,
+    optimize: Optimize = None,
+    method: Int8Method = None,
+    search_budget: SearchBudget = 180.0,
+    recipe: Recipe = None,
+    accept_clamped: Clamped = False,
     opset: Opset = None,
     task: Task = None,
     revision: Revision = None,
@@ -191,15 +222,27 @@ def onnx(
     verbose: Verbose = False,
     json: Json = False,
 ) -> None:
-    """An ONNX model with its tokenizer beside it, judged."""
-    given = _given(locals(), "model", "out", "allow_unverified", "quiet", "verbose", "json")
-    _line(model, out, ["onnx"], given, allow_unverified, quiet, verbose, json)
+    """An ONNX model with its tokenizer beside it, fused or in lower precision where that is asked for; judged."""
+    names = "model out allow_unverified quiet verbose json fp16 bf16 int8 int4 optimize method"
+    given = _given(locals(), *names.split())
+    asked = {"optimized": optimize is not None, "fp16": fp16, "bf16": bf16, "int8": int8, "int4": int4}
+    steps = [f"onnx-{name}" for name, is_asked in asked.items() if is_asked] or ["onnx"]
+    if method is not None and not int8:
+        raise UsageError("--method chooses how --int8 is made, and --int8 is not asked for")
+    given |= {"int8_method": method} | ({"optimize": optimize} if optimize is not None else {})
+    _line(model, out, steps, given, allow_unverified, quiet, verbose, json)
 
 
 @app.command(epilog=EPILOG)
 def trt(
     model: Model,
     out: Out,
+    fp16: Fp16 = False,
+    bf16: Bf16 = False,
+    int8: Int8 = False,
+    search_budget: SearchBudget = 180.0,
+    recipe: Recipe = None,
+    accept_clamped: Clamped = False,
     runtime: Runtime = None,
     minimum: Minimum = None,
     optimum: Optimum = None,
@@ -228,9 +271,12 @@ def trt(
     json: Json = False,
 ) -> None:
     """A strongly typed TensorRT engine (and the ONNX model it is built from), judged where a GPU is."""
-    given = _given(locals(), "model", "out", "compute_capability", "allow_unverified", "quiet", "verbose", "json")
+    names = "model out compute_capability allow_unverified quiet verbose json fp16 bf16 int8"
+    given = _given(locals(), *names.split())
     given["compute_capabilities"] = tuple(compute_capability) if compute_capability else None
-    _line(model, out, ["trt"], given, allow_unverified, quiet, verbose, json)
+    asked = {"fp16": fp16, "bf16": bf16, "int8": int8}
+    steps = [f"trt-{name}" for name, is_asked in asked.items() if is_asked] or ["trt"]
+    _line(model, out, steps, given, allow_unverified, quiet, verbose, json)
 
 
 @app.command(epilog=EPILOG)

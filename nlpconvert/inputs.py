@@ -198,8 +198,12 @@ def _collate_targets(facts: Facts, targets: Sequence[tuple[int, ...]]) -> dict[s
     return {"decoder_input_ids": ids, "decoder_attention_mask": mask}
 
 
-def data_cases(facts: Facts, encode: Encode | None, rows: Sequence[Mapping[str, Any]], *, batch: int = 8) -> list[Case]:
+def data_cases(
+    facts: Facts, encode: Encode | None, rows: Sequence[Mapping[str, Any]], *, batch: int = 8, name: str = "data"
+) -> list[Case]:
     """The user's rows (as `dataset.read` gives them) as cases "data-0001", ... of `batch` rows, in the file's order.
+
+    `name` is another word than "data" for rows that are not the user's.
 
     Padded to the longest, at the right; at the left where positions come from the mask (decoders). Rows longer than the
     model's limit are cut, and each case's `truncated` counts them. A batch of multiple choice ends early where the
@@ -219,13 +223,13 @@ def data_cases(facts: Facts, encode: Encode | None, rows: Sequence[Mapping[str, 
     cases, first = [], 1
     for number, entries in enumerate(batches, start=1):
         truncated = sum(was_cut for _, was_cut in entries)
-        about = f"rows {first} to {first + len(entries) - 1} of the data"
+        about = f"rows {first} to {first + len(entries) - 1} of the {name}"
         cases.append(
             Case(
-                f"data-{number:04d}",
+                f"{name}-{number:04d}",
                 collate(facts, [item for item, _ in entries], left=facts.positions == "mask"),
                 about + (f", {truncated} cut at {texts.limit} tokens" if truncated else ""),
-                from_data=True,
+                from_data=name == "data",
                 truncated=truncated,
             )
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nlpconvert
-from nlpconvert import disk, host, judging, manifest, memory, plan
+from nlpconvert import disk, host, judging, making, manifest, memory, models, plan
 from nlpconvert.artifact import Artifact, Made, Outcome, Step
 from nlpconvert.errors import MissingPackage, NlpconvertError, UsageError, first_line
 from nlpconvert.judging import Probes
@@ -25,7 +25,7 @@ from nlpconvert.plan import Options
 from nlpconvert.progress import Progress, captured
 
 if TYPE_CHECKING:
-    from nlpconvert.inputs import Case
+    from nlpconvert.inputs import Case, Encode
     from nlpconvert.source import Loaded
     from nlpconvert.validators.tolerance import Tolerance
 
@@ -36,6 +36,7 @@ class Line:
     def __init__(self, model: str, out: Path, options: Options, progress: Progress) -> None:
         self.model, self.out, self.options, self.progress = model, out, options, progress
         self.loaded: Loaded | None = None
+        self.encode: Encode | None = None  # outlives the model: calibration reads texts
         self.tolerances: Sequence[Tolerance] = ()
 
     def run(self, to: Sequence[str] | None) -> Iterator[Outcome]:
@@ -62,7 +63,7 @@ class Line:
             todo = [row for row in rows if row.name not in reused]
             loaded = self._load()
             plan.check_rows(todo, options, loaded.facts, self.tolerances)
-            record, probes = self._reference(record, loaded)
+            record, probes = self._reference(record, loaded, rows)
             del loaded
             record = replace(
                 record, versions={"nlpconvert": nlpconvert.__version__, **host.versions()}, host=host.host_facts()
@@ -112,22 +113,29 @@ class Line:
             )
         for note in self.loaded.notes:
             self.progress.line(note)
+        self.encode = self.loaded.encode
         return self.loaded
 
     # -- the reference ------------------------------------------------------------------------------------------------
 
-    def _reference(self, record: Manifest | None, loaded: Loaded) -> tuple[Manifest, Probes]:
+    def _reference(self, record: Manifest | None, loaded: Loaded, rows: Sequence[Step]) -> tuple[Manifest, Probes]:
         """The goldens: those that lie there where they fit, else asked of PyTorch now, before any exporter."""
-        from nlpconvert import forward, golden, inputs, probes, reference
+        from nlpconvert import calibration, forward, golden, inputs, probes, reference
 
         facts = loaded.facts
         kept_well = record is not None and not manifest.tampered(record, manifest.GOLDEN, self.out)
+        before = golden.read(self.out / manifest.GOLDEN)[0] if kept_well else []
         cases = probes.probe_cases(facts, loaded.encode)
+        lower = any(row.precision != "float32" for row in rows)
+        if lower or any(calibration.is_shipped(case) for case in before):
+            # Below float32 a share of changed answers is judged, which a handful of texts cannot tell.
+            cases += calibration.shipped_cases(facts, loaded.encode, "judge")
         if self.options.data is not None:
-            cases += self._data(loaded)
-        elif kept_well:
+            # What is fitted or chosen on one part of the data is judged on another.
+            cases += calibration.data_cases(self.options, facts, loaded.encode, "judge" if lower else None)
+        else:
             # A step that is added later is judged by the same text as those that lie there.
-            cases += [case for case in golden.read(self.out / manifest.GOLDEN)[0] if case.from_data]
+            cases += [case for case in before if case.from_data]
         digest = inputs.cases_sha256(cases)
         if record is not None and kept_well and record.golden.probe_sha256 == digest:
             return record, judging.stored_probes(record, self.out)
@@ -151,15 +159,6 @@ class Line:
         if record is not None:
             fresh = replace(fresh, steps=record.steps, created=record.created)
         return fresh, Probes(cases, asked.answers, asked.not_applicable, digest)
-
-    def _data(self, loaded: Loaded) -> list[Case]:
-        """The user's own text as cases."""
-        from nlpconvert import dataset, inputs
-
-        assert self.options.data is not None
-        renamed = dataset.parse_columns(self.options.columns) if self.options.columns else None
-        rows = dataset.read(self.options.data, loaded.facts.task, columns=renamed)
-        return inputs.data_cases(loaded.facts, loaded.encode, rows)
 
     # -- the steps ----------------------------------------------------------------------------------------------------
 
@@ -196,7 +195,7 @@ class Line:
                 try:
                     self.progress.start(f"{row.name}: convert")
                     with captured(log):
-                        made = self._convert(row, record, new, log)
+                        made = self._convert(row, record, new, log, probes)
                 finally:
                     # The reference's answers are kept; the model makes room before the candidate is opened.
                     self._make_room(needs_model)
@@ -262,48 +261,23 @@ class Line:
             made_by=made.made_by,
         )
 
-    def _convert(self, row: Step, record: Manifest, new: Path, log: Path) -> Made:
-        options = self.options
-        if row.format == "tensorrt":
-            from nlpconvert import profiles
-            from nlpconvert.convert import tensorrt
-
-            parent = record.artifact(row.parent, self.out)
-            limit = record.facts["max_length"]
-            axes = profiles.dynamic_axes(spec.shape for spec in parent.inputs)
-            return tensorrt.convert(
-                parent,
-                new,
-                profile=profiles.choose(options.minimum, options.optimum, options.maximum, axes, limit),
-                max_length=limit,
+    def _convert(self, row: Step, record: Manifest, new: Path, log: Path, probes: Probes) -> Made:
+        parent = None if row.parent == "source" else record.artifact(row.parent, self.out)
+        return making.make(
+            making.Work(
+                row=row,
+                options=self.options,
+                record=record,
+                loaded=self.loaded,
+                parent=parent,
+                new=new,
                 log=log,
-                runtime=options.runtime,
-                tf32=options.tf32,
-                workspace=options.workspace,
-                hardware_compatibility=options.hardware_compatibility,
-                timing_cache=options.timing_cache,
-                compute_capabilities=options.compute_capabilities,
+                probes=probes,
+                tolerances=self.tolerances,
+                progress=self.progress,
+                facts=models.facts_from_data(record.facts),
+                encode=self.encode,
             )
-        assert self.loaded is not None
-        loaded = self.loaded
-        from nlpconvert import probes
-
-        least = loaded.facts.trace_length if row.format == "torchscript" else 0
-        example = probes.export_example(loaded.facts, loaded.encode, least=least)
-        if row.format == "torchscript":
-            from nlpconvert.convert import torchscript
-
-            return torchscript.convert(loaded.module, example, loaded.facts, new, method=options.method)
-        from nlpconvert.convert import onnx
-
-        return onnx.convert(
-            loaded.module,
-            example,
-            loaded.facts,
-            new,
-            companions=loaded.directory,
-            parameter_bytes=loaded.parameter_bytes,
-            opset=options.opset,
         )
 
     def _make_room(self, needs_model: bool) -> None:

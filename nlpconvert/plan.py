@@ -31,6 +31,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 DEVICES = ("cpu", "cuda")
 PROVIDERS = ("cpu", "cuda", "tensorrt")
+OPTIMIZE_FOR = ("cpu", "cuda")
+INT8_METHODS = ("static", "weight-only", "dynamic")
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Options:
 
     `columns` ("text=body") and `tolerance` ("cosine>=0.995,changed<=0.5%") are as the flags take them; no tolerance
     means the table's defaults. `golden_budget` is in bytes, `workspace` in MiB. `minimum`, `optimum`, `maximum` are
-    the profile ("1x1", "8x128", "32x512").
+    the profile ("1x1", "8x128", "32x512"). `optimize` is what `onnx-optimized` is fused for, `int8_method` one of
+    INT8_METHODS (None: the fastest that stays in the budget), `search_budget` in seconds, `recipe` a file to replay.
     """
 
     task: str | None = None
@@ -57,6 +60,11 @@ class Options:
     trust_remote_code: bool = False
     method: str = "trace"
     opset: int | None = None
+    optimize: str = "cpu"
+    int8_method: str | None = None
+    search_budget: float = 180.0
+    recipe: Path | None = None
+    accept_clamped: bool = False
     runtime: str | None = None
     minimum: str | None = None
     optimum: str | None = None
@@ -82,11 +90,17 @@ def check_words(options: Options) -> tuple[Tolerance, ...]:
     for option, value, words in (
         ("--device", options.device, DEVICES),
         ("--provider", options.provider, PROVIDERS),
+        ("--optimize", options.optimize, OPTIMIZE_FOR),
+        ("--method", options.int8_method, (None, *INT8_METHODS)),
     ):
         if value not in words:
-            raise UsageError(f'{option} "{value}" is unknown: it is one of {", ".join(words)}')
+            raise UsageError(f'{option} "{value}" is unknown: it is one of {", ".join(w for w in words if w)}')
     if options.threads is not None and options.threads < 1:
         raise UsageError(f"--threads {options.threads}: at least 1")
+    if options.search_budget <= 0:
+        raise UsageError(f"--search-budget {options.search_budget:g}: more than 0 seconds")
+    if options.recipe is not None and not options.recipe.is_file():
+        raise UsageError(f"--recipe {options.recipe}: no such file")
     if options.golden_budget < 1:
         raise UsageError(f"a golden budget of {options.golden_budget} bytes: at least 1")
     if options.columns and options.data is None:

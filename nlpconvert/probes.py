@@ -61,6 +61,13 @@ def probe_rows() -> tuple[Probe, ...]:
     return tuple(Probe(**json.loads(line)) for line in _shipped().decode("utf-8").splitlines() if line)
 
 
+@lru_cache(maxsize=1)
+def texts() -> tuple[dict[str, str], ...]:
+    """The shipped texts for fitting and judging precision, {"text", "lang"} each; none is a probe."""
+    data = files("nlpconvert").joinpath("data", "texts.jsonl").read_text(encoding="utf-8")
+    return tuple(json.loads(line) for line in data.split("\n") if line)
+
+
 def probe_set_sha256() -> str:
     """Hash of the shipped file: which probe set a verdict rests on."""
     return hashlib.sha256(_shipped()).hexdigest()

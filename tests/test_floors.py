@@ -150,6 +150,23 @@ ROOMS: tuple[Room, ...] = (
         bars=_NO_JUDGE,
     ),
     Room("convert/onnx_graph.py", 2, _set("onnx_ir"), bars=_NO_JUDGE),
+    Room(
+        "convert/half.py",
+        2,
+        _set("onnx onnx_ir onnxruntime"),
+        rooms=_set("nlpconvert.convert.onnx_graph nlpconvert.convert.derived"),
+        bars=_NO_JUDGE,
+    ),
+    Room(
+        "convert/optimize.py",
+        2,
+        _set("onnx onnx_ir onnxruntime onnxscript"),
+        rooms=_set("nlpconvert.convert.onnx_graph nlpconvert.convert.derived"),
+        bars=_NO_JUDGE,
+    ),
+    Room(
+        "convert/derived.py", 2, _set("onnx onnx_ir"), rooms=_set("nlpconvert.convert.onnx_graph"), bars=_NO_JUDGE
+    ),
     # The builder runs in a process of its own, which alone imports it.
     Room("convert/tensorrt.py", 2, bars=_NO_JUDGE),
     # How an artifact is run: the interface that the files beside it fill.
@@ -167,6 +184,8 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/judging.py", 3),
     Room("nlpconvert/plan.py", 3),
     Room("nlpconvert/line.py", 3),
+    Room("nlpconvert/making.py", 3),
+    Room("nlpconvert/calibration.py", 3),
     Room("nlpconvert/pipeline.py", 3),
     Room("nlpconvert/search.py", 3),
     Room("nlpconvert/bench.py", 3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import onnxruntime
@@ -49,6 +50,13 @@ def open(artifact: Artifact, *, device: str = "cpu", threads: int | None = None)
     Raises CannotRunHere where the provider asked for did not start (ONNX Runtime itself falls back to the CPU without a
     word) or has no kernel for the graph, DriftError where the file is no ONNX model.
     """
+    return open_file(artifact.path, precision=artifact.precision, device=device, threads=threads)
+
+
+def open_file(
+    path: Path, *, precision: str = "float32", device: str = "cpu", threads: int | None = None
+) -> OnnxSession:
+    """Opens any ONNX file, as `open` does; `precision` is what its weights claim to be."""
     provider = PROVIDERS[device]
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
@@ -64,12 +72,17 @@ def open(artifact: Artifact, *, device: str = "cpu", threads: int | None = None)
     if device == "cuda":
         chosen = [(provider, {"use_tf32": "0"})]
     try:
-        session = onnxruntime.InferenceSession(str(artifact.path), options, providers=chosen)
+        session = onnxruntime.InferenceSession(str(path), options, providers=chosen)
     except Exception as error:
         line = str(error).splitlines()[0][:300]
         if "NOT_IMPLEMENTED" in line:
             raise CannotRunHere(f"ONNX Runtime's {provider} has no kernel for this graph: {line}") from error
-        raise DriftError(f"ONNX Runtime cannot open {artifact.path.name}: {line}") from error
+        raise DriftError(f"ONNX Runtime cannot open {path.name}: {line}") from error
     if session.get_providers()[0] != provider:
         raise CannotRunHere(f"asked for {provider}, ONNX Runtime fell back to {session.get_providers()[0]}")
-    return OnnxSession(session, artifact.precision)
+    return OnnxSession(session, _arithmetic(precision, device))
+
+
+def _arithmetic(precision: str, device: str) -> str:
+    """What is really computed: on the CPU, ONNX Runtime puts casts around half-precision weights."""
+    return f"float32 arithmetic on {precision} weights" if device == "cpu" and precision == "float16" else precision

@@ -1,0 +1,128 @@
+"""Floor 3: which converter makes which step, and what it is handed.
+
+One small function a kind of step; converters are imported by the one that needs them. Doing the steps in order, and
+judging what came out, is `line`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nlpconvert.artifact import Artifact, Made, Step
+from nlpconvert.manifest import Manifest
+from nlpconvert.plan import Options
+from nlpconvert.progress import Progress
+
+if TYPE_CHECKING:
+    from nlpconvert.inputs import Encode
+    from nlpconvert.judging import Probes
+    from nlpconvert.models import Facts
+    from nlpconvert.source import Loaded
+    from nlpconvert.validators.tolerance import Tolerance
+
+
+@dataclass(frozen=True)
+class Work:
+    """All that making one step may ask for. `new` is the empty directory to write into, `log` where noise goes."""
+
+    row: Step
+    options: Options
+    record: Manifest
+    loaded: Loaded | None
+    parent: Artifact | None
+    new: Path
+    log: Path
+    probes: Probes
+    tolerances: Sequence[Tolerance]
+    progress: Progress
+    facts: Facts
+    encode: Encode | None
+
+    @property
+    def above(self) -> Artifact:
+        """The artifact that this step is made from."""
+        assert self.parent is not None, f"{self.row.name} is made from the source"
+        return self.parent
+
+
+def make(work: Work) -> Made:
+    """Makes the step with the converter that its row stands for."""
+    return MAKERS.get(work.row.name, MAKERS[work.row.format])(work)
+
+
+def _torchscript(work: Work) -> Made:
+    from nlpconvert import probes
+    from nlpconvert.convert import torchscript
+
+    assert work.loaded is not None
+    loaded = work.loaded
+    example = probes.export_example(loaded.facts, loaded.encode, least=loaded.facts.trace_length)
+    return torchscript.convert(loaded.module, example, loaded.facts, work.new, method=work.options.method)
+
+
+def _onnx(work: Work) -> Made:
+    from nlpconvert import probes
+    from nlpconvert.convert import onnx
+
+    assert work.loaded is not None
+    loaded = work.loaded
+    return onnx.convert(
+        loaded.module,
+        probes.export_example(loaded.facts, loaded.encode),
+        loaded.facts,
+        work.new,
+        companions=loaded.directory,
+        parameter_bytes=loaded.parameter_bytes,
+        opset=work.options.opset,
+    )
+
+
+def _tensorrt(work: Work) -> Made:
+    from nlpconvert import profiles
+    from nlpconvert.convert import tensorrt
+
+    options, parent = work.options, work.above
+    limit = work.record.facts["max_length"]
+    axes = profiles.dynamic_axes(spec.shape for spec in parent.inputs)
+    return tensorrt.convert(
+        parent,
+        work.new,
+        profile=profiles.choose(options.minimum, options.optimum, options.maximum, axes, limit),
+        max_length=limit,
+        log=work.log,
+        runtime=options.runtime,
+        tf32=options.tf32,
+        workspace=options.workspace,
+        hardware_compatibility=options.hardware_compatibility,
+        timing_cache=options.timing_cache,
+        compute_capabilities=options.compute_capabilities,
+    )
+
+
+def _optimized(work: Work) -> Made:
+    from nlpconvert.convert import optimize
+
+    return optimize.convert(work.above, work.new, target=work.options.optimize)
+
+
+def _half(work: Work) -> Made:
+    from nlpconvert import calibration
+    from nlpconvert.convert import half
+
+    run = calibration.runner(work, "calibrate")
+    return half.convert(
+        work.above, work.new, precision=work.row.precision, run=run, accept_clamped=work.options.accept_clamped
+    )
+
+
+MAKERS: dict[str, Callable[[Work], Made]] = {
+    "torchscript": _torchscript,
+    "onnx": _onnx,
+    "onnx-optimized": _optimized,
+    "onnx-fp16": _half,
+    "onnx-bf16": _half,
+    "tensorrt": _tensorrt,
+}
