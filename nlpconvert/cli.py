@@ -108,6 +108,9 @@ TimingCache = Annotated[Path | None, typer.Option(help="File of measured kernels
 Capability = Annotated[list[str] | None, typer.Option(help="Build for this compute capability only, such as 8.9.")]
 
 
+_PRECISIONS = ("fp16", "bf16", "int8", "int4")
+
+
 def _options(
     columns: str = "", tolerance: Sequence[str] | None = None, golden_budget: int | None = None, **given: Any
 ) -> Options:
@@ -223,8 +226,7 @@ def onnx(
     json: Json = False,
 ) -> None:
     """An ONNX model with its tokenizer beside it, fused or in lower precision where that is asked for; judged."""
-    names = "model out allow_unverified quiet verbose json fp16 bf16 int8 int4 optimize method"
-    given = _given(locals(), *names.split())
+    given = _given(locals(), *"model out allow_unverified quiet verbose json".split(), *_PRECISIONS, "optimize", "method")
     asked = {"optimized": optimize is not None, "fp16": fp16, "bf16": bf16, "int8": int8, "int4": int4}
     steps = [f"onnx-{name}" for name, is_asked in asked.items() if is_asked] or ["onnx"]
     if method is not None and not int8:
@@ -271,8 +273,7 @@ def trt(
     json: Json = False,
 ) -> None:
     """A strongly typed TensorRT engine (and the ONNX model it is built from), judged where a GPU is."""
-    names = "model out compute_capability allow_unverified quiet verbose json fp16 bf16 int8"
-    given = _given(locals(), *names.split())
+    given = _given(locals(), *"model out compute_capability allow_unverified quiet verbose json".split(), *_PRECISIONS)
     given["compute_capabilities"] = tuple(compute_capability) if compute_capability else None
     asked = {"fp16": fp16, "bf16": bf16, "int8": int8}
     steps = [f"trt-{name}" for name, is_asked in asked.items() if is_asked] or ["trt"]
