@@ -1,16 +1,16 @@
 """Floor 2: what every step that is made from an ONNX artifact has in common.
 
-Opening the parent, looking at its inner tensors without loading its weights, and writing the new directory. Weights stay
-in the parent's data file until they are read.
+Opening the parent, looking at its inner tensors without loading its weights, and writing the new directory. Weights
+stay in the parent's data file until they are read.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_ir
 
@@ -19,6 +19,7 @@ from nlpconvert.convert import onnx_graph
 from nlpconvert.errors import ConversionError, first_line
 
 ONNX_FILE = "model.onnx"
+LARGEST, NOTHING = "tap/largest", "tap/nothing"  # constants of a tapped graph
 
 
 def load(parent: Artifact) -> onnx_ir.Model:
@@ -64,9 +65,9 @@ def size(directory: Path) -> int:
 
 def tap(path: Path, scratch: Path, names: Sequence[str], largest: Sequence[str] = ()) -> Path:
     """A copy of an ONNX file that also gives the inner tensors `names`, and for each of `largest` the scalar
-    `<name>/largest`: its largest absolute value.
+    `<name>/largest`: its largest finite absolute value (a mask's infinities have none).
 
-    Written into `scratch`; the data file is linked, not copied.
+    Written into `scratch` without a data file: to be opened with the original's directory as `data`.
     """
     model = onnx.load(str(path), load_external_data=False)
     have = {value.name for value in model.graph.output}
@@ -75,26 +76,38 @@ def tap(path: Path, scratch: Path, names: Sequence[str], largest: Sequence[str] 
         if name not in have:
             model.graph.output.append(known.get(name) or onnx.ValueInfoProto(name=name))
     for name in largest:
-        model.graph.node.append(onnx.helper.make_node("Abs", [name], [f"{name}/abs"]))
-        model.graph.node.append(onnx.helper.make_node("ReduceMax", [f"{name}/abs"], [f"{name}/largest"], keepdims=0))
-        model.graph.output.append(
-            onnx.helper.make_tensor_value_info(f"{name}/largest", onnx.TensorProto.FLOAT, ())
+        for op, inputs, made in (
+            ("Abs", [name], "abs"),
+            ("LessOrEqual", [f"{name}/abs", LARGEST], "finite"),
+            ("Where", [f"{name}/finite", f"{name}/abs", NOTHING], "magnitudes"),
+        ):
+            model.graph.node.append(onnx.helper.make_node(op, inputs, [f"{name}/{made}"]))
+        model.graph.node.append(
+            onnx.helper.make_node("ReduceMax", [f"{name}/magnitudes"], [f"{name}/largest"], keepdims=0)
         )
+        model.graph.output.append(onnx.helper.make_tensor_value_info(f"{name}/largest", onnx.TensorProto.FLOAT, ()))
+    if largest:
+        bounds = {LARGEST: np.finfo(np.float32).max, NOTHING: np.float32(0)}
+        model.graph.initializer.extend(onnx.numpy_helper.from_array(np.array(x), name) for name, x in bounds.items())
     scratch.mkdir(parents=True, exist_ok=True)
     tapped = scratch / path.name
     tapped.write_bytes(model.SerializeToString())
-    for data in path.parent.glob(f"{path.name}.*"):
-        link(data, scratch / data.name)
     return tapped
 
 
-def link(source: Path, target: Path) -> None:
-    """The same file under another name; a copy where the file system has no links."""
-    target.unlink(missing_ok=True)
+def trial(program: onnx_ir.Model, scratch: Path) -> Path:
+    """A changed graph as a file to be run and thrown away. What was changed is inside, the rest stays in the base's
+    data file: to be opened with that one's directory as `data`.
+
+    ConversionError where that is 2 GB and more.
+    """
+    scratch.mkdir(parents=True, exist_ok=True)
+    path = scratch / "trial.onnx"
     try:
-        os.link(source.resolve(), target)
-    except OSError:
-        shutil.copyfile(source, target)
+        path.write_bytes(onnx_ir.to_proto(program).SerializeToString())
+    except ValueError as error:
+        raise ConversionError(f"the changed weights do not fit into one file of 2 GB: {first_line(error)}") from error
+    return path
 
 
 def element_types(program: onnx_ir.Model) -> Mapping[str, int]:

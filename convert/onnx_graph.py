@@ -82,6 +82,18 @@ def _replace(graph: onnx_ir.Graph, old: onnx_ir.Value, new: onnx_ir.Value) -> No
     graph.initializers.pop(old.name)
 
 
+def drop_unused(graph: onnx_ir.Graph) -> None:
+    """Takes out what nothing reads: nodes (a Transpose of a weight that was replaced) and weights."""
+    for node in reversed(list(graph)):
+        if node.op_type in ("Transpose", "DequantizeLinear") and not any(
+            value.uses() or value.is_graph_output() for value in node.outputs
+        ):
+            graph.remove(node, safe=True)
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            graph.initializers.pop(name)
+
+
 def name_weights(graph: onnx_ir.Graph) -> None:
     """Names the exporters' folded weights ("val_69") after the checkpoint: `encoder.layer.0.output.dense.weight.T`."""
     for node in graph:

@@ -1,13 +1,14 @@
 """Floor 3: the texts that precision is chosen by, and a file run over them.
 
 Three parts by hash of the text (rule 7): scales are fitted on `calibrate`, settings chosen on `select`, and the verdict
-is computed on `judge`, of the user's `--data` and of the texts that are shipped. The shipped ones are always there: what
-a narrow file of texts lacks is where quantization hides its loss.
+is computed on `judge`, of the user's `--data` and of the texts that are shipped. The shipped ones are always there, for
+what a narrow file of texts lacks is where quantization hides its loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,14 +27,16 @@ if TYPE_CHECKING:
 SHIPPED = "shipped"
 """Cases made from the shipped texts are named so."""
 
-PART_TOKENS = 8000
-"""Padded tokens of one part, of the user's texts and of the shipped ones each."""
+PART_TOKENS: Mapping[str, int] = {"calibrate": 16000, "select": 8000, "judge": 8000}
+"""Padded tokens of a part at most, of the user's texts and of the shipped ones each."""
 
 ROW_TOKENS = 256
 """A text is cut there: one essay says no more than its first page, and costs its square."""
 
-Runner = Callable[[Path, Sequence[str]], Iterator[tuple[Case, Mapping[str, np.ndarray]]]]
-"""Runs an ONNX file over a part's cases and yields the named outputs of each."""
+LONG_ROWS = 4
+"""Rows of texts one after the other, as long as the model takes them (LONGEST tokens where it takes more): activations
+at late positions are others than at early ones, and what was never seen is clipped."""
+LONGEST = 512
 
 
 def is_shipped(case: Case) -> bool:
@@ -51,8 +54,28 @@ def shipped_cases(facts: Facts, encode: Encode | None, part: str) -> list[Case]:
 
     Without a tokenizer the ids are drawn.
     """
-    rows = [_as_task(facts.task, n, _shipped()[part]) for n in range(len(_shipped()[part]))]
-    return _cases(facts, encode or probes.drawn_encode(facts, 0), rows, SHIPPED)
+    encode = encode or probes.drawn_encode(facts, 0)
+    texts = _shipped()[part]
+    rows = [_as_task(facts.task, n, texts) for n in range(len(texts))]
+    return _cases(facts, encode, rows, SHIPPED, PART_TOKENS[part]) + _long_cases(facts, encode, texts)
+
+
+def _long_cases(facts: Facts, encode: Encode, texts: Sequence[Mapping[str, Any]]) -> list[Case]:
+    """LONG_ROWS rows of many texts each, two a case."""
+    most = min(facts.max_length or LONGEST, LONGEST)
+    joined: list[Mapping[str, Any]] = []
+    rest = [row["text"] for row in texts]
+    for n in range(LONG_ROWS):
+        words: list[str] = []
+        tokens = 0
+        for text in rest[n::LONG_ROWS]:
+            if tokens >= most:
+                break
+            words.append(text)
+            tokens += len(encode(text, None)["input_ids"])
+        joined.append({"text": " ".join(words)})
+    rows = [_as_task(facts.task, n, joined) for n in range(LONG_ROWS)]
+    return inputs.data_cases(facts, _limited(encode, most), rows, batch=2, name=f"{SHIPPED}-long")
 
 
 def data_cases(options: Options, facts: Facts, encode: Encode | None, part: str | None) -> list[Case]:
@@ -66,7 +89,11 @@ def data_cases(options: Options, facts: Facts, encode: Encode | None, part: str 
         rows = dataset.split(rows)[part]
     except UsageError as error:
         raise UsageError(f"{options.data}: {error}") from error
-    return inputs.data_cases(facts, encode, rows) if part == "judge" else _cases(facts, encode, rows, "data")
+    return (
+        inputs.data_cases(facts, encode, rows)
+        if part == "judge"
+        else _cases(facts, encode, rows, "data", PART_TOKENS[part])
+    )
 
 
 def cases(options: Options, facts: Facts, encode: Encode | None, part: str) -> list[Case]:
@@ -90,35 +117,34 @@ def _as_task(task: str, n: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, 
     return {column: values[column] for column in needed}
 
 
-def _cases(facts: Facts, encode: Encode | None, rows: Sequence[Mapping[str, Any]], name: str) -> list[Case]:
-    """Rows as cases of eight, sorted by length so that little of a batch is padding, as far as PART_TOKENS goes.
+def _cases(facts: Facts, encode: Encode | None, rows: Sequence[Mapping[str, Any]], name: str, most: int) -> list[Case]:
+    """Rows as cases of eight, sorted by length so that little of a batch is padding, as far as `most` tokens go.
 
     Where there are more tokens than that, every n-th batch is left out, so that all lengths stay.
     """
-    short = _limited(facts, encode)
+    short = None if encode is None else _limited(encode, ROW_TOKENS)
     ordered = sorted(rows, key=lambda row: sum(len(str(value)) for value in row.values()))
     made = inputs.data_cases(facts, short, ordered, name=name)
     total = sum(inputs.case_tokens(case) for case in made)
-    if total <= PART_TOKENS:
+    if total <= most:
         return made
-    kept, spent = [], 0.0
+    kept: list[Case] = []
+    spent = 0.0
     for case in made:
-        spent += inputs.case_tokens(case) * PART_TOKENS / total
+        spent += inputs.case_tokens(case) * most / total
         size = sum(inputs.case_tokens(each) for each in kept)
         if size + inputs.case_tokens(case) <= spent or not kept:
             kept.append(case)
     return kept
 
 
-def _limited(facts: Facts, encode: Encode | None) -> Encode | None:
-    """The tokenizer with texts cut so short that a row has about ROW_TOKENS at most."""
-    if encode is None:
-        return None
+def _limited(encode: Encode, most: int) -> Encode:
+    """The tokenizer with texts cut so short that a row has about `most` tokens."""
 
     def short(text: str, pair: str | None) -> Mapping[str, list[int]]:
         encoded = encode(text, pair)
-        while len(encoded["input_ids"]) > ROW_TOKENS and len(text) > 1:
-            keep = ROW_TOKENS / len(encoded["input_ids"])
+        while len(encoded["input_ids"]) > most and len(text) + len(pair or "") > 2:
+            keep = most / len(encoded["input_ids"])
             text, pair = text[: int(len(text) * keep)], pair if pair is None else pair[: int(len(pair) * keep)]
             encoded = encode(text, pair)
         return encoded
@@ -126,21 +152,35 @@ def _limited(facts: Facts, encode: Encode | None) -> Encode | None:
     return short
 
 
-def runner(work: Work, part: str) -> Runner:
-    """Runs a file over one part of the texts on the provider that was chosen, one session each time it is called.
+@dataclass(frozen=True)
+class Runner:
+    """Runs an ONNX file over one part of the texts; called, it yields each case with the named outputs.
 
-    The part's cases are made once; nothing of a case is kept after it was handed out.
+    One session each time it is called; nothing of a case is kept after it was handed out.
     """
-    found = cases(work.options, work.facts, work.encode, part)
 
-    def run(path: Path, outputs: Sequence[str]) -> Iterator[tuple[Case, Mapping[str, np.ndarray]]]:
+    cases: Sequence[Case]
+    threads: int | None
+    data: Path
+    """Directory of the data file: what is run are small copies of a graph, whose weights stay where they are."""
+
+    def __call__(self, path: Path, outputs: Sequence[str]) -> Iterator[tuple[Case, Mapping[str, np.ndarray]]]:
         from nlpconvert.backends import onnxruntime
 
-        session = onnxruntime.open_file(path, device="cpu", threads=work.options.threads)
+        session = onnxruntime.open_file(path, device="cpu", threads=self.threads, data=self.data)
         try:
-            for case in found:
+            for case in self.cases:
                 yield case, session.tap(case.inputs, outputs)
         finally:
             session.close()
 
-    return run
+    @property
+    def largest_tokens(self) -> int:
+        """Padded tokens of the largest case."""
+        return max(inputs.case_tokens(case) for case in self.cases)
+
+
+def runner(work: Work, part: str) -> Runner:
+    """A runner over "calibrate" or "select"."""
+    found = cases(work.options, work.facts, work.encode, part)
+    return Runner(found, work.options.threads, work.above.directory)

@@ -78,7 +78,9 @@ Int8 = Annotated[bool, typer.Option("--int8", help="8-bit integers, as many as t
 Int4 = Annotated[bool, typer.Option("--int4", help="4-bit weights, as many as the tolerance allows.")]
 Int8Method = Annotated[
     str | None,
-    typer.Option("--method", help="int8 by static, weight-only or dynamic; else the fastest in tolerance.", show_default=False),
+    typer.Option(
+        "--method", help="int8 by static, weight-only or dynamic; else the fastest in tolerance.", show_default=False
+    ),
 ]
 Optimize = Annotated[
     str | None, typer.Option(help="Fused for ONNX Runtime on cpu or cuda (onnx-optimized).", show_default=False)
@@ -226,7 +228,9 @@ def onnx(
     json: Json = False,
 ) -> None:
     """An ONNX model with its tokenizer beside it, fused or in lower precision where that is asked for; judged."""
-    given = _given(locals(), *"model out allow_unverified quiet verbose json".split(), *_PRECISIONS, "optimize", "method")
+    given = _given(
+        locals(), *"model out allow_unverified quiet verbose json".split(), *_PRECISIONS, "optimize", "method"
+    )
     asked = {"optimized": optimize is not None, "fp16": fp16, "bf16": bf16, "int8": int8, "int4": int4}
     steps = [f"onnx-{name}" for name, is_asked in asked.items() if is_asked] or ["onnx"]
     if method is not None and not int8:

@@ -25,7 +25,7 @@ from nlpconvert.plan import Options
 from nlpconvert.progress import Progress, captured
 
 if TYPE_CHECKING:
-    from nlpconvert.inputs import Case, Encode
+    from nlpconvert.inputs import Encode
     from nlpconvert.source import Loaded
     from nlpconvert.validators.tolerance import Tolerance
 

@@ -118,11 +118,18 @@ def _half(work: Work) -> Made:
     )
 
 
+def _qdq(work: Work) -> Made:
+    from nlpconvert import quantizing
+
+    return quantizing.qdq(work)
+
+
 MAKERS: dict[str, Callable[[Work], Made]] = {
     "torchscript": _torchscript,
     "onnx": _onnx,
     "onnx-optimized": _optimized,
     "onnx-fp16": _half,
     "onnx-bf16": _half,
+    "onnx-qdq": _qdq,
     "tensorrt": _tensorrt,
 }

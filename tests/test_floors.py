@@ -121,6 +121,8 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/inputs.py", 1),
     Room("nlpconvert/probes.py", 1),
     Room("nlpconvert/dataset.py", 1),
+    Room("nlpconvert/integers.py", 1),
+    Room("nlpconvert/recipe.py", 1, _set("safetensors")),
     Room("nlpconvert/profiles.py", 1),
     # What builder and runner of engines share: which flavour, which GPU, what lies beside an engine.
     Room("nlpconvert/engines.py", 1),
@@ -164,9 +166,15 @@ ROOMS: tuple[Room, ...] = (
         rooms=_set("nlpconvert.convert.onnx_graph nlpconvert.convert.derived"),
         bars=_NO_JUDGE,
     ),
+    Room("convert/linear.py", 2, _set("onnx_ir"), rooms=_set("nlpconvert.convert.onnx_graph"), bars=_NO_JUDGE),
     Room(
-        "convert/derived.py", 2, _set("onnx onnx_ir"), rooms=_set("nlpconvert.convert.onnx_graph"), bars=_NO_JUDGE
+        "convert/static_int8.py",
+        2,
+        _set("onnx_ir"),
+        rooms=_set("nlpconvert.convert.linear nlpconvert.convert.onnx_graph"),
+        bars=_NO_JUDGE,
     ),
+    Room("convert/derived.py", 2, _set("onnx onnx_ir"), rooms=_set("nlpconvert.convert.onnx_graph"), bars=_NO_JUDGE),
     # The builder runs in a process of its own, which alone imports it.
     Room("convert/tensorrt.py", 2, bars=_NO_JUDGE),
     # How an artifact is run: the interface that the files beside it fill.
@@ -186,6 +194,7 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/line.py", 3),
     Room("nlpconvert/making.py", 3),
     Room("nlpconvert/calibration.py", 3),
+    Room("nlpconvert/quantizing.py", 3),
     Room("nlpconvert/pipeline.py", 3),
     Room("nlpconvert/search.py", 3),
     Room("nlpconvert/bench.py", 3),

@@ -54,9 +54,16 @@ def open(artifact: Artifact, *, device: str = "cpu", threads: int | None = None)
 
 
 def open_file(
-    path: Path, *, precision: str = "float32", device: str = "cpu", threads: int | None = None
+    path: Path,
+    *,
+    precision: str = "float32",
+    device: str = "cpu",
+    threads: int | None = None,
+    data: Path | None = None,
 ) -> OnnxSession:
-    """Opens any ONNX file, as `open` does; `precision` is what its weights claim to be."""
+    """Opens any ONNX file, as `open` does; `precision` is what its weights claim to be. `data` is the directory of its
+    data file where that is not its own.
+    """
     provider = PROVIDERS[device]
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
@@ -72,7 +79,12 @@ def open_file(
     if device == "cuda":
         chosen = [(provider, {"use_tf32": "0"})]
     try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=chosen)
+        if data is None:
+            session = onnxruntime.InferenceSession(str(path), options, providers=chosen)
+        else:
+            # ONNX Runtime follows no path and no link out of a model's directory; a model in memory is told where.
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(data))
+            session = onnxruntime.InferenceSession(path.read_bytes(), options, providers=chosen)
     except Exception as error:
         line = str(error).splitlines()[0][:300]
         if "NOT_IMPLEMENTED" in line:

@@ -1,0 +1,205 @@
+"""Floor 2: explicit Q/DQ into an ONNX graph, as a recipe says.
+
+Symmetric int8, zero point 0, a scalar scale for every activation and one a column for every weight, weights stored as
+integers behind a DequantizeLinear alone, nothing on biases, masks, softmax or normalisation. What the numbers are is
+`integers`, which layers are meant is `linear`; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir
+
+from nlpconvert import integers
+from nlpconvert.convert import linear, onnx_graph
+from nlpconvert.errors import ConversionError, UsageError
+from nlpconvert.integers import Preparation
+from nlpconvert.recipe import Recipe
+
+
+def apply(graph: onnx_ir.Graph, recipe: Recipe) -> None:
+    """Quantizes, in place, the layers that the recipe calls "int8". UsageError when the recipe is another graph's."""
+    Rewriter(graph, recipe).run()
+
+
+def rewrite_exactly(graph: onnx_ir.Graph, recipe: Recipe) -> None:
+    """The same rewrite with nothing rounded: shift, multiplier, outliers and folded weights in float32.
+
+    What it computes must be what the graph computed, to rounding noise: the proof that the rewrite itself moves
+    nothing.
+    """
+    Rewriter(graph, recipe, exact=True).run()
+
+
+class Rewriter:
+    """One rewrite of one graph."""
+
+    def __init__(self, graph: onnx_ir.Graph, recipe: Recipe, exact: bool = False) -> None:
+        self.graph, self.recipe, self.exact = graph, recipe, exact
+        unsigned = recipe.activation == "uint8"
+        self.zero = np.array(128, np.uint8) if unsigned else np.array(0, np.int8)
+        self.scope = ""
+
+    def run(self) -> None:
+        for site in linear.find(self.graph).sites:
+            chosen = [w for w in site.weights if self.recipe.layer(w.name).precision == "int8"]
+            if not chosen:
+                continue
+            name = self.recipe.layer(chosen[0].name).site
+            if name not in self.recipe.sites:
+                raise UsageError(f"the recipe has no scales for {name}")
+            prepared = self.recipe.sites[name]
+            if len(prepared.shift) != site.channels:
+                raise UsageError(
+                    f"the recipe's scales of {name} are for {len(prepared.shift)} channels, it has {site.channels}"
+                )
+            inputs = self._prepare_inputs(site, prepared, chosen)
+            for weight in chosen:
+                self._weight(weight, prepared, inputs)
+        onnx_graph.drop_unused(self.graph)
+
+    # -- the input ----------------------------------------------------------------------------------------------------
+
+    def _prepare_inputs(
+        self, site: linear.Site, prepared: Preparation, chosen: list[linear.Weight]
+    ) -> dict[str, tuple[onnx_ir.Value, onnx_ir.Value | None]]:
+        """For each input that a chosen layer reads: its prepared, rounded form, and its outlier channels."""
+        read = {id(node.inputs[0]) for weight in chosen for node in weight.nodes}
+        done: dict[str, tuple[onnx_ir.Value, onnx_ir.Value | None]] = {}
+        base = site.name
+        shift = self._constant(f"{base}.shift", prepared.shift)
+        multiplier = self._constant(f"{base}.multiplier", prepared.multiplier)
+        scale = self._constant(f"{base}.input_scale", np.array(prepared.scale, np.float32))
+        zero = self._constant(f"{base}.input_zero_point", self.zero)
+        for value in site.inputs:
+            if id(value) not in read:
+                continue
+            before = next(
+                n for n in self.graph if any(v is value for v in n.inputs) and n.op_type in ("MatMul", "Gemm")
+            )
+            self.scope = before.metadata_props.get(onnx_graph.SCOPES, "")
+            moved = self._add(before, "Sub", [value, shift], value)
+            scaled = self._add(before, "Mul", [moved, multiplier], value)
+            rounded = scaled
+            if not self.exact:
+                whole = self._add(before, "QuantizeLinear", [scaled, scale, zero], value, onnx_ir.DataType.INT8)
+                rounded = self._add(before, "DequantizeLinear", [whole, scale, zero], value)
+            apart = None
+            if prepared.outliers:
+                index = self._constant(f"{base}.outliers", np.array(prepared.outliers, np.int64))
+                apart = self._add(before, "Gather", [value, index], None, axis=-1)
+            assert value.name is not None
+            done[value.name] = (rounded, apart)
+        return done
+
+    # -- the weight ---------------------------------------------------------------------------------------------------
+
+    def _weight(
+        self,
+        weight: linear.Weight,
+        prepared: Preparation,
+        inputs: dict[str, tuple[onnx_ir.Value, onnx_ir.Value | None]],
+    ) -> None:
+        array = weight.array()
+        inner = integers.folded(prepared, array)
+        base = weight.value.name or weight.name
+        float_or_whole: Callable[[onnx_ir.Node], onnx_ir.Value]
+        if self.exact:
+            constant = self._constant(f"{base}.folded", inner)
+            float_or_whole = lambda node: constant  # noqa: E731
+        else:
+            whole, scales = integers.round_weight(inner, self.recipe.largest)
+            stored = self._constant(f"{base}.int8", whole)
+            scale = self._constant(f"{base}.scale", scales)
+            zero = self._constant(f"{base}.zero_point", np.zeros(len(scales), np.int8))
+            float_or_whole = lambda node: self._add(  # noqa: E731
+                node, "DequantizeLinear", [stored, scale, zero], None, axis=1
+            )
+        apart = None
+        if prepared.outliers:
+            apart = self._constant(f"{base}.outliers", np.ascontiguousarray(array[list(prepared.outliers)]))
+        offset = (prepared.shift @ array).astype(np.float32)
+        correction = self.recipe.layer(weight.name).bias
+        if correction is not None and not self.exact:
+            if len(correction) != weight.columns:
+                raise UsageError(f"the recipe's bias of {weight.name} does not fit it")
+            offset = offset - correction
+        for node in weight.nodes:
+            value = node.inputs[0]
+            assert value is not None and value.name is not None
+            rounded, outliers = inputs[value.name]
+            self.scope = node.metadata_props.get(onnx_graph.SCOPES, "")
+            place = linear.bias_of(node)
+            product = self._add(node, "MatMul", [rounded, float_or_whole(node)], node.outputs[0])
+            if outliers is not None and apart is not None:
+                beside = self._add(node, "MatMul", [outliers, apart], node.outputs[0])
+                product = self._add(node, "Add", [product, beside], node.outputs[0])
+            self._finish(node, place, product, offset, weight.name)
+
+    def _finish(
+        self,
+        node: onnx_ir.Node,
+        place: tuple[onnx_ir.Node, int] | None,
+        product: onnx_ir.Value,
+        offset: np.ndarray,
+        name: str,
+    ) -> None:
+        """Puts the offset into the bias where there is one, and the new product in the old one's place."""
+        if place is None or place[0] is node:
+            old = None if place is None else node.inputs[place[1]]
+            bias = offset if old is None else offset + _array(old)
+            added = self._constant(f"{name}.bias.shifted", bias)
+            product = self._add(node, "Add", [product, added], node.outputs[0])
+        else:
+            user, index = place
+            old = user.inputs[index]
+            assert old is not None
+            user.replace_input_with(index, self._constant(f"{old.name}.shifted", offset + _array(old)))
+        target = node.outputs[0]
+        named = target.name
+        onnx_ir.convenience.replace_all_uses_with(target, product, replace_graph_outputs=True)
+        self.graph.remove(node, safe=True)
+        product.name = named
+
+    # -- small things -------------------------------------------------------------------------------------------------
+
+    def _constant(self, name: str, array: np.ndarray) -> onnx_ir.Value:
+        array = np.ascontiguousarray(array) if array.ndim else array
+        if array.dtype == np.float32 and not np.isfinite(array).all():
+            raise ConversionError(f"{name} is not finite: the activations it comes from are not")
+        unique, number = name, 1
+        while unique in self.graph.initializers:
+            number += 1
+            unique = f"{name}.{number}"
+        value = onnx_ir.Value(name=unique, const_value=onnx_ir.tensor(array, name=unique))
+        value.shape = onnx_ir.Shape(array.shape)
+        value.type = onnx_ir.TensorType(onnx_ir.DataType.from_numpy(array.dtype))
+        self.graph.register_initializer(value)
+        return value
+
+    def _add(
+        self,
+        before: onnx_ir.Node,
+        kind: str,
+        inputs: list[onnx_ir.Value],
+        like: onnx_ir.Value | None,
+        dtype: onnx_ir.DataType | None = None,
+        **attributes: int,
+    ) -> onnx_ir.Value:
+        node = onnx_ir.node(kind, inputs, attributes=attributes or None)
+        if self.scope:
+            node.metadata_props[onnx_graph.SCOPES] = self.scope
+        out = node.outputs[0]
+        if like is not None and like.shape is not None:
+            out.shape = onnx_ir.Shape(list(like.shape))
+            if dtype is None:
+                out.type = like.type
+        self.graph.insert_before(before, node)
+        return out
+
+
+def _array(value: onnx_ir.Value | None) -> np.ndarray:
+    assert value is not None and value.const_value is not None
+    return value.const_value.numpy()

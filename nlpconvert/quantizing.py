@@ -1,0 +1,122 @@
+"""Floor 3: the quantized steps: search or replay a recipe, write the file, say what it is.
+
+What a layer's numbers are is `integers`, which mix is taken is `search`, the graphs are `convert/`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nlpconvert import host, integers, recipe, search
+from nlpconvert.artifact import Made
+from nlpconvert.errors import ConversionError, UsageError
+from nlpconvert.recipe import Recipe
+
+if TYPE_CHECKING:
+    from nlpconvert.making import Work
+
+
+def qdq(work: Work) -> Made:
+    """Static int8 with explicit Q/DQ for TensorRT, as many layers as the tolerance allows.
+
+    ConversionError where no layer can be quantized, UsageError for a recipe that is another step's or another model's.
+    """
+    scratch = work.new / ".scratch"
+    try:
+        if work.options.recipe is not None:
+            made, notes = _replayed(work, "static"), []
+        else:
+            started = time.perf_counter()
+            bench = search.Bench(work, work.above, scratch, started + work.options.search_budget)
+            looked = search.Static(bench, activation="int8", largest=integers.INT8)
+            made, score = looked.search()
+            notes = _told(made, score, work)
+            made = replace(
+                made,
+                search={
+                    "seconds": round(time.perf_counter() - started, 1),
+                    "evaluations": bench.tried,
+                    "budget_seconds": work.options.search_budget,
+                    "late": bench.late,
+                    "room": search.ROOM,
+                    "rewrite_moves": looked.exact,
+                    "tolerances": {name: each.text for name, each in bench.tolerances.items()},
+                    "select_cases": len(bench.cases),
+                },
+            )
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return _write_static(work, made, notes)
+
+
+def _replayed(work: Work, kind: str) -> Recipe:
+    """The recipe that was given. UsageError when it is not one for this step and this graph."""
+    assert work.options.recipe is not None
+    given = recipe.read(work.options.recipe)
+    if given.step != work.row.name or given.kind != kind:
+        raise UsageError(f"{work.options.recipe} is a recipe for {given.step} ({given.kind}), not for {work.row.name}")
+    return given
+
+
+def _told(made: Recipe, score: search.Score, work: Work) -> list[str]:
+    """What the search found, for a person."""
+    lines = recipe.told(made.candidates)
+    back = [layer for layer in made.layers if layer.precision == "float32" and layer.share]
+    if back:
+        worst = ", ".join(layer.name for layer in sorted(back, key=lambda each: -each.drift)[:3])
+        more = f" and {len(back) - 3} more" if len(back) > 3 else ""
+        lines.append(f"{len(back)} of {len(made.layers)} layers stay in float32: {worst}{more}")
+    if score.used > search.ROOM:
+        lines.append(f"no mix stays in the tolerance with room to spare; the best found has {score.text}")
+    return lines
+
+
+def _write_static(work: Work, made: Recipe, notes: Sequence[str]) -> Made:
+    from nlpconvert.convert import derived, linear, static_int8
+
+    parent = work.above
+    program = derived.load(parent)
+    known = {layer.name for layer in made.layers}
+    unknown = known - {w.name for w in linear.find(program.graph).weights} - set(linear.find(program.graph).left)
+    if unknown:
+        raise UsageError(f"the recipe speaks of {min(unknown)}, which is not in {parent.step}: it is another model's")
+    static_int8.apply(program.graph, made)
+    inputs, outputs = derived.write(program, parent, work.new)
+    recipe.write(made, work.new)
+    return Made(
+        file="model.onnx",
+        inputs=inputs,
+        outputs=outputs,
+        made_by={**_facts(made), "size_over_parent": _smaller(work, parent.directory)},
+        notes=tuple(notes),
+    )
+
+
+def _smaller(work: Work, before: Path) -> float:
+    """The file's size over its parent's. ConversionError when it has grown."""
+    from nlpconvert.convert import derived
+
+    ratio = derived.size(work.new) / derived.size(before)
+    if ratio > 1:
+        raise ConversionError(f"the quantized file is {ratio:.2f} times its float32 source: nothing was gained")
+    return round(ratio, 4)
+
+
+def _facts(made: Recipe) -> dict[str, Any]:
+    """What the manifest keeps of a recipe."""
+    return {
+        "method": made.kind,
+        "base": made.base,
+        "share_of_linear_flops": round(made.share, 4),
+        "layers": {
+            precision: sum(layer.precision == precision for layer in made.layers) for precision in recipe.PRECISIONS
+        },
+        "largest_weight": made.largest,
+        "cpu": host.host_facts(),
+        "search": dict(made.search),
+    }

@@ -1,0 +1,371 @@
+"""Floor 3: convert, run, score, repeat: which layers go to integers, so that the answers stay in the tolerance.
+
+Every site (layers that share an input) has levels: all of its input rounded with one scale; a few or more of its widest
+channels kept in floating point; all of it given back. What a site's rounding does to the outputs is measured alone, the
+levels are then raised where that brings most for the floating-point work it costs, and the cheapest mix that stays in
+the tolerance, with room to spare on texts that fitted nothing, is taken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nlpconvert import calibration, integers, reference
+from nlpconvert.artifact import Artifact
+from nlpconvert.errors import ConversionError
+from nlpconvert.integers import Preparation, Sample, Sampler
+from nlpconvert.recipe import Candidate, Layer, Recipe
+from nlpconvert.validators import parity, tolerance
+from nlpconvert.validators.tolerance import Tolerance
+
+if TYPE_CHECKING:
+    from nlpconvert.inputs import Case
+    from nlpconvert.making import Work
+
+ROOM = 0.7
+"""Share of the tolerance that the chosen mix may use on the texts it is selected by; the rest is for other texts."""
+
+SAMPLE_TOKENS = 1024
+SAMPLE_BYTES = 2**30
+PASS_BYTES = 2**28
+"""Inner tensors that one pass over the texts gives out at a time."""
+
+REFERENCE_BYTES = 64 * 2**20
+
+LEVELS = (0, 24, 8)
+"""Parts of a site's channels kept in floating point, by level: none, a 24th, an 8th, and then all of it."""
+
+FLOAT = len(LEVELS)
+APART_COSTS = 0.03
+"""What the extra product of a few channels costs besides its FLOPs, as a share of the layer's."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How far a file is from its float32 parent on the select part: share of the tolerance used, relative energy of the
+    difference (which adds up over independent causes), and the measure as text."""
+
+    used: float
+    energy: float
+    text: str
+
+
+@dataclass
+class Bench:
+    """What every search needs: the texts, the parent's answers on `select`, a place to write trials."""
+
+    work: Work
+    base: Artifact
+    scratch: Path
+    deadline: float
+    cases: Sequence[Case] = ()
+    answers: Mapping[str, Any] = field(default_factory=dict)
+    tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
+    scales: Mapping[str, float] = field(default_factory=dict)
+    tried: int = 0
+
+    def __post_init__(self) -> None:
+        work = self.work
+        self.cases = calibration.cases(work.options, work.facts, work.encode, "select")
+        session = self.open(self.base.path)
+        try:
+            asked = reference.ask(session.run, self.cases, work.facts.outputs, REFERENCE_BYTES, work.progress)
+        finally:
+            session.close()
+        self.answers = asked.answers
+        self.cases = [case for case in self.cases if case.name in asked.answers]
+        outputs = work.facts.outputs
+        self.tolerances = tolerance.choose(work.tolerances, outputs, work.row.precision, "cpu")
+        self.scales = parity.scales(outputs, self.cases, self.answers)
+
+    def score(self, path: Path) -> Score:
+        """Runs a file over `select` and holds it against the parent's answers."""
+        self.tried += 1
+        judge = parity.Judge(self.work.facts.outputs, self.scales, self.tolerances)
+        session = self.open(path)
+        try:
+            for case in self.cases:
+                judge.add(case, self.answers[case.name], session.run(case.inputs))
+        finally:
+            session.close()
+        found = judge.comparison()
+        used = max(each.tolerance.used(each.measured) if not each.problems else np.inf for each in found.outputs)
+        energy = float(np.mean([each.relative_l2**2 for each in found.outputs]))
+        worst = max(found.outputs, key=lambda each: each.tolerance.used(each.measured))
+        return Score(float(used), energy, f"{worst.tolerance.measure} {worst.measured:.5g}")
+
+    def trial(self, change: Callable[[Any], None]) -> Path:
+        """The base with its graph changed in place by `change`, as a file in the scratch directory."""
+        from nlpconvert.convert import derived
+
+        program = derived.load(self.base)
+        change(program.graph)
+        return derived.trial(program, self.scratch)
+
+    def open(self, path: Path) -> Any:
+        """A session on a file whose weights lie in the base's data file."""
+        from nlpconvert.backends import onnxruntime
+
+        return onnxruntime.open_file(path, device="cpu", threads=self.work.options.threads, data=self.base.directory)
+
+    @property
+    def late(self) -> bool:
+        """Whether the time for searching is used up."""
+        return time.perf_counter() > self.deadline
+
+
+# ---- what the layers' inputs look like ------------------------------------------------------------------------------
+
+
+def sample_inputs(bench: Bench, sites: Sequence[Any]) -> dict[str, Sample]:
+    """What every site's input looks like over the calibrate part, real tokens only. Streaming: bounded in memory."""
+    from nlpconvert.convert import derived
+
+    work = bench.work
+    run = calibration.runner(work, "calibrate")
+    width = sum(site.channels for site in sites)
+    most = max(64, min(SAMPLE_TOKENS, SAMPLE_BYTES // max(5 * width, 1)))
+    samplers = {site.name: Sampler(site.channels, most) for site in sites}
+    for group in _groups(sites, run.largest_tokens):
+        names = [value.name for site in group for value in site.inputs]
+        tapped = derived.tap(bench.base.path, bench.scratch / "tapped", names)
+        for case, values in run(tapped, names):
+            for site in group:
+                for value in site.inputs:
+                    try:
+                        samplers[site.name].add(_real_tokens(case, values[value.name]))
+                    except ValueError as error:
+                        raise ConversionError(f"the input of {site.name} cannot be calibrated: {error}") from error
+    found = {}
+    for site in sites:
+        try:
+            found[site.name] = samplers[site.name].sample()
+        except ValueError as error:
+            raise ConversionError(f"the input of {site.name} cannot be calibrated: {error}") from error
+    return found
+
+
+def _groups(sites: Sequence[Any], tokens: int) -> list[list[Any]]:
+    """Sites in so many passes that what one gives out fits into PASS_BYTES."""
+    groups: list[list[Any]] = [[]]
+    size = 0
+    for site in sites:
+        need = 4 * tokens * site.channels * len(site.inputs)
+        if groups[-1] and size + need > PASS_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(site)
+        size += need
+    return groups
+
+
+def _real_tokens(case: Case, values: np.ndarray) -> np.ndarray:
+    """(tokens, channels) of a layer's input, without padding where its axes are those of a mask."""
+    for name in ("attention_mask", "decoder_attention_mask"):
+        mask = case.inputs.get(name)
+        if mask is not None and values.ndim == 3:
+            flat = mask.reshape(-1, mask.shape[-1])
+            if values.shape[:2] == flat.shape:
+                return np.asarray(values[flat != 0], np.float32)
+    return np.asarray(values.reshape(-1, values.shape[-1]), np.float32)
+
+
+# ---- static int8 ----------------------------------------------------------------------------------------------------
+
+
+class Static:
+    """The search for a static int8 mix on one graph."""
+
+    def __init__(self, bench: Bench, *, activation: str, largest: int) -> None:
+        from nlpconvert.convert import derived, linear
+
+        self.bench, self.activation, self.largest = bench, activation, largest
+        self.found = linear.find(derived.load(bench.base).graph)
+        if not self.found.weights:
+            reasons = "; ".join(f"{name}: {why}" for name, why in list(self.found.left.items())[:3])
+            raise ConversionError(f"no layer can go to int8{': ' if reasons else ''}{reasons}")
+        self.sites = {site.name: site for site in self.found.sites}
+        self.samples = sample_inputs(bench, self.found.sites)
+        self._prepared: dict[tuple[str, int], tuple[Preparation, dict[str, np.ndarray]]] = {}
+        self.alone: dict[str, float] = {}
+        self.candidates: list[Candidate] = []
+        self.exact = 0.0
+
+    def prepared(self, name: str, level: int) -> tuple[Preparation, dict[str, np.ndarray]]:
+        """A site's preparation at a level, and what it takes off the biases of its layers."""
+        if (name, level) not in self._prepared:
+            site, sample = self.sites[name], self.samples[name]
+            arrays = {weight.name: weight.array() for weight in site.weights}
+            part = LEVELS[level]
+            preparation = integers.prepare(
+                sample,
+                np.concatenate(list(arrays.values()), axis=1),
+                outliers=max(site.channels // part, 1) if part and site.channels > 1 else 0,
+                strengths=integers.STRENGTHS if level == 0 else (self.prepared(name, 0)[0].strength,),
+                largest=self.largest,
+            )
+            biases = {
+                each: integers.moved_mean(preparation, sample.rows, array, self.largest)
+                for each, array in arrays.items()
+            }
+            self._prepared[name, level] = preparation, biases
+        return self._prepared[name, level]
+
+    def recipe(self, levels: Mapping[str, int]) -> Recipe:
+        """The mix as a recipe."""
+        sites: dict[str, Preparation] = {}
+        layers: list[Layer] = []
+        total = self.found.flops
+        for name, site in self.sites.items():
+            level = levels[name]
+            for weight in site.weights:
+                share = weight.flops / total
+                drift = self.alone.get(name, 0.0)
+                if level == FLOAT:
+                    layers.append(Layer(weight.name, name, "float32", share, drift, "given back: it moved the most"))
+                    continue
+                sites[name], biases = self.prepared(name, level)
+                layers.append(Layer(weight.name, name, "int8", share, drift, bias=biases[weight.name]))
+        layers += [Layer(name, name, "float32", 0.0, why=why) for name, why in self.found.left.items()]
+        base = self.bench.base
+        return Recipe(
+            step=self.bench.work.row.name,
+            kind="static",
+            base=base.step,
+            parent_sha256=base.sha256,
+            layers=tuple(layers),
+            sites=sites,
+            activation=self.activation,
+            largest=self.largest,
+        )
+
+    def score(self, levels: Mapping[str, int]) -> Score:
+        """How far a mix is from float32."""
+        from nlpconvert.convert import static_int8
+
+        made = self.recipe(levels)
+        return self.bench.score(self.bench.trial(lambda graph: static_int8.apply(graph, made)))
+
+    # -- the search ---------------------------------------------------------------------------------------------------
+
+    def search(self) -> tuple[Recipe, Score]:
+        """The mix with the least floating-point work that stays in the tolerance, and its score; where none does, the
+        one with the least drift."""
+        work = self.bench.work
+        self.prove_exact()
+        mixes = [dict.fromkeys(self.sites, 0)]
+        first = self._tried(mixes[0])
+        scores = {0: first}
+        if first.used > ROOM:
+            work.progress.start(f"{work.row.name}: which layers move the answers", len(self.sites))
+            self._measure_alone(first)
+            mixes = self._path()
+            scores = self._bisect(mixes, first)
+        else:
+            self._estimate_alone(first)
+        fitting = [n for n in sorted(scores) if scores[n].used <= ROOM]
+        chosen = fitting[0] if fitting else min(scores, key=lambda n: scores[n].used)
+        score = scores[chosen]
+        made = self.recipe(mixes[chosen])
+        tried = tuple(
+            replace(each, chosen=each.share == made.share and each.used == score.used) for each in self.candidates
+        )
+        return replace(made, candidates=tried), score
+
+    def prove_exact(self) -> None:
+        """The rewrite without any rounding must answer as the parent does. ConversionError when it does not."""
+        from nlpconvert.convert import static_int8
+
+        made = self.recipe(dict.fromkeys(self.sites, 1))
+        path = self.bench.trial(lambda graph: static_int8.rewrite_exactly(graph, made))
+        moved = self.bench.score(path).energy ** 0.5
+        self.exact = moved
+        if not moved <= EXACT:
+            raise ConversionError(
+                f"the rewrite of the layers' inputs is not exact here: it moves the answers by {moved:.1e}"
+            )
+
+    def _tried(self, levels: Mapping[str, int]) -> Score:
+        score = self.score(levels)
+        share = self.recipe(levels).share
+        self.candidates.append(Candidate(f"static, {share:.0%}", score.text, score.used, 0.0, share))
+        return score
+
+    def _measure_alone(self, whole: Score) -> None:
+        """What each site's rounding does alone; from its own output error where there is no time left."""
+        for name in self.sites:
+            self.bench.work.progress.advance()
+            if self.bench.late:
+                break
+            self.alone[name] = self.score({**dict.fromkeys(self.sites, FLOAT), name: 0}).energy
+        self._estimate_alone(whole)
+
+    def _estimate_alone(self, whole: Score) -> None:
+        errors = {name: self.prepared(name, 0)[0].error for name in self.sites}
+        known = sum(self.alone.values())
+        unknown = sum(errors[name] for name in self.sites if name not in self.alone)
+        rest = max(whole.energy - known, 0.0)
+        for name in self.sites:
+            if name not in self.alone:
+                self.alone[name] = rest * errors[name] / unknown if unknown else 0.0
+
+    def _path(self) -> list[dict[str, int]]:
+        """Mixes from all integer to all but none, each with one level raised: the one that brings most for its cost."""
+        total = self.found.flops
+        energy: dict[tuple[str, int], float] = {}
+        cost: dict[tuple[str, int], float] = {}
+        for name, site in self.sites.items():
+            base = self.prepared(name, 0)[0].error or 1e-30
+            for level in range(FLOAT):
+                energy[name, level] = self.alone[name] * self.prepared(name, level)[0].error / base
+                apart = len(self.prepared(name, level)[0].outliers) / site.channels
+                cost[name, level] = sum(w.flops for w in site.weights) / total * (apart + (APART_COSTS if apart else 0))
+            energy[name, FLOAT] = 0.0
+            cost[name, FLOAT] = sum(w.flops for w in site.weights) / total
+        levels = dict.fromkeys(self.sites, 0)
+        path = [dict(levels)]
+        while True:
+            raises = [
+                (
+                    (energy[name, levels[name]] - energy[name, up]) / (cost[name, up] - cost[name, levels[name]]),
+                    name,
+                    up,
+                )
+                for name in self.sites
+                for up in range(levels[name] + 1, FLOAT + 1)
+                if cost[name, up] > cost[name, levels[name]]
+            ]
+            if not raises:
+                break
+            _, name, up = max(raises)
+            levels[name] = up
+            if all(level == FLOAT for level in levels.values()):
+                break
+            path.append(dict(levels))
+        return path
+
+    def _bisect(self, path: Sequence[Mapping[str, int]], first: Score) -> dict[int, Score]:
+        """Scores along the path, those that were needed to find the first mix that fits."""
+        low, high = 0, len(path) - 1
+        self.bench.work.progress.start(f"{self.bench.work.row.name}: the cheapest mix in the tolerance")
+        scores = {0: first, high: self._tried(path[high])}
+        if scores[high].used > ROOM:
+            # Not even the last layer alone fits: look for the least drift among a few.
+            for n in {len(path) // 4, len(path) // 2, 3 * len(path) // 4} - {0, high}:
+                scores[n] = self._tried(path[n])
+            return scores
+        while high - low > 1:
+            middle = (low + high) // 2
+            scores[middle] = self._tried(path[middle])
+            low, high = (low, middle) if scores[middle].used <= ROOM else (middle, high)
+        return scores
+
+
+EXACT = 1e-3
+"""Relative difference that a rewrite without rounding may show: float32 noise, and its growth through the layers."""
