@@ -24,6 +24,9 @@ SATURATING = 63
 STRENGTHS = (0.5, 0.65, 0.8)
 """Shares of a channel's range that are taken over by the weight; the one with the least output error is kept."""
 
+WIDER = 1.1
+"""Ranges are taken this much wider than what was seen: another text goes a little further, and is clipped there."""
+
 _TINY = 1e-9
 
 
@@ -41,8 +44,11 @@ class Sample:
 
 
 class Sampler:
-    """Sees a site's input batch by batch; keeps the channels' ranges, at most `most` tokens drawn evenly, and a quarter
-    as many that hold the largest values."""
+    """Sees a site's input batch by batch; keeps the channels' ranges, at most `most` tokens, and a quarter as many that
+    hold the largest values.
+
+    Every text has the same chance to be among the tokens, however long it is: answers are judged text by text.
+    """
 
     def __init__(self, channels: int, most: int, seed: int = 0) -> None:
         self._low = np.full(channels, np.inf, np.float32)
@@ -52,8 +58,11 @@ class Sampler:
         self._seen = 0
         self._random = np.random.default_rng(seed)
 
-    def add(self, rows: np.ndarray) -> None:
-        """Tokens of one batch: (tokens, channels). Raises ValueError where one is not finite."""
+    def add(self, rows: np.ndarray, lengths: np.ndarray | None = None) -> None:
+        """Tokens of one batch: (tokens, channels). `lengths`: for each, how many tokens its text has; None: one.
+
+        Raises ValueError where a value is not finite.
+        """
         if not len(rows):
             return
         if not np.isfinite(rows).all():
@@ -61,7 +70,9 @@ class Sampler:
         self._seen += len(rows)
         np.minimum(self._low, rows.min(0), out=self._low)
         np.maximum(self._high, rows.max(0), out=self._high)
-        self._even.add(rows, self._random.random(len(rows)))
+        # Weighted sampling without replacement: the largest keys u ** (1 / weight), with a weight of 1 / length.
+        chance = self._random.random(len(rows))
+        self._even.add(rows, np.log(chance) * (1 if lengths is None else lengths))
         self._wide.add(rows, np.abs(rows).max(1))
 
     def sample(self) -> Sample:
@@ -120,7 +131,7 @@ def prepare(
     `outliers` channels of the widest range stay apart; `largest` is the largest integer of a weight.
     """
     shift = ((sample.low + sample.high) / 2).astype(np.float32)
-    span = np.maximum((sample.high - sample.low) / 2, _TINY)
+    span = np.maximum((sample.high - sample.low) / 2 * WIDER, _TINY)
     apart = np.sort(np.argsort(-span, kind="stable")[:outliers])
     inside = np.ones(len(span), bool)
     inside[apart] = False

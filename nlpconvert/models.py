@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nlpconvert.errors import UsageError
@@ -30,6 +30,7 @@ class OutputRow:
     axes: tuple[str, ...]
     measure: str
     optional: bool = False  # dropped when the checkpoint has no weights for it, or the model does not give it
+    secondary: bool = False  # not what the task is for: below float32 judged by the table, whatever was asked for
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,9 @@ class Task:
 
 _HIDDEN = OutputRow("last_hidden_state", ("batch", "sequence", "hidden"), "embedding")
 _POOLER = OutputRow("pooler_output", ("batch", "hidden"), "embedding", optional=True)
-_ENCODER = OutputRow("encoder_last_hidden_state", ("batch", "sequence", "hidden"), "embedding", optional=True)
+_ENCODER = OutputRow(
+    "encoder_last_hidden_state", ("batch", "sequence", "hidden"), "embedding", optional=True, secondary=True
+)
 
 TASKS: dict[str, Task] = {
     row.name: row
@@ -57,7 +60,7 @@ TASKS: dict[str, Task] = {
             "sentence-embedding",
             "AutoModel",
             "Model",
-            (OutputRow("sentence_embedding", ("batch", "hidden"), "embedding"), _HIDDEN),
+            (OutputRow("sentence_embedding", ("batch", "hidden"), "embedding"), replace(_HIDDEN, secondary=True)),
             ("text",),
         ),
         Task(

@@ -139,7 +139,7 @@ def sample_inputs(bench: Bench, sites: Sequence[Any]) -> dict[str, Sample]:
             for site in group:
                 for value in site.inputs:
                     try:
-                        samplers[site.name].add(_real_tokens(case, values[value.name]))
+                        samplers[site.name].add(*_real_tokens(case, values[value.name]))
                     except ValueError as error:
                         raise ConversionError(f"the input of {site.name} cannot be calibrated: {error}") from error
     found = {}
@@ -165,15 +165,20 @@ def _groups(sites: Sequence[Any], tokens: int) -> list[list[Any]]:
     return groups
 
 
-def _real_tokens(case: Case, values: np.ndarray) -> np.ndarray:
-    """(tokens, channels) of a layer's input, without padding where its axes are those of a mask."""
+def _real_tokens(case: Case, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, channels) of a layer's input and each token's text's length, without padding where its axes are those of
+    a mask."""
+    rows = np.asarray(values, np.float32)
     for name in ("attention_mask", "decoder_attention_mask"):
         mask = case.inputs.get(name)
-        if mask is not None and values.ndim == 3:
-            flat = mask.reshape(-1, mask.shape[-1])
-            if values.shape[:2] == flat.shape:
-                return np.asarray(values[flat != 0], np.float32)
-    return np.asarray(values.reshape(-1, values.shape[-1]), np.float32)
+        if mask is not None and rows.ndim == 3:
+            real = mask.reshape(-1, mask.shape[-1]) != 0
+            if rows.shape[:2] == real.shape:
+                lengths = np.broadcast_to(real.sum(1, keepdims=True), real.shape)
+                return rows[real], lengths[real]
+    length = rows.shape[1] if rows.ndim > 2 else 1
+    rows = rows.reshape(-1, rows.shape[-1])
+    return rows, np.full(len(rows), length)
 
 
 # ---- static int8 ----------------------------------------------------------------------------------------------------
@@ -207,7 +212,6 @@ class Static:
                 sample,
                 np.concatenate(list(arrays.values()), axis=1),
                 outliers=max(site.channels // part, 1) if part and site.channels > 1 else 0,
-                strengths=integers.STRENGTHS if level == 0 else (self.prepared(name, 0)[0].strength,),
                 largest=self.largest,
             )
             biases = {

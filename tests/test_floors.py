@@ -159,11 +159,22 @@ ROOMS: tuple[Room, ...] = (
         rooms=_set("nlpconvert.convert.onnx_graph nlpconvert.convert.derived"),
         bars=_NO_JUDGE,
     ),
+    Room("convert/editing.py", 2, _set("onnx_ir"), rooms=_set("nlpconvert.convert.onnx_graph"), bars=_NO_JUDGE),
+    Room(
+        "convert/attention.py",
+        2,
+        _set("onnx_ir"),
+        rooms=_set("nlpconvert.convert.onnx_graph nlpconvert.convert.editing"),
+        bars=_NO_JUDGE,
+    ),
     Room(
         "convert/optimize.py",
         2,
-        _set("onnx onnx_ir onnxruntime onnxscript"),
-        rooms=_set("nlpconvert.convert.onnx_graph nlpconvert.convert.derived"),
+        _set("onnx_ir onnxruntime onnxscript"),
+        rooms=_set(
+            "nlpconvert.convert.onnx_graph nlpconvert.convert.derived nlpconvert.convert.editing "
+            "nlpconvert.convert.attention"
+        ),
         bars=_NO_JUDGE,
     ),
     Room("convert/linear.py", 2, _set("onnx_ir"), rooms=_set("nlpconvert.convert.onnx_graph"), bars=_NO_JUDGE),

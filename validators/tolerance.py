@@ -141,7 +141,7 @@ class Default:
 
     precision: str
     provider: str
-    measure: str  # of the output, models.OutputRow.measure
+    measure: str  # of the output, models.OutputRow.measure; "token" for an embedding of every token
     allowed: str
 
 
@@ -151,21 +151,25 @@ DEFAULTS: tuple[Default, ...] = (
     Default("float32", "cuda", "*", "rel<=5e-4"),
     Default("float32", "tensorrt", "*", "rel<=1e-3"),
     Default("float16", "*", "embedding", "cosine>=0.9999"),
+    Default("float16", "*", "token", "cosine>=0.999"),
     Default("float16", "*", "decisions", "changed<=0.1%"),
     Default("float16", "*", "position", "changed<=0.1%"),
     Default("float16", "*", "distribution", "kl<=1e-4"),
     Default("float16", "*", "score", "rel<=1e-2"),
     Default("bfloat16", "*", "embedding", "cosine>=0.999"),
+    Default("bfloat16", "*", "token", "cosine>=0.99"),
     Default("bfloat16", "*", "decisions", "changed<=0.3%"),
     Default("bfloat16", "*", "position", "changed<=0.3%"),
     Default("bfloat16", "*", "distribution", "kl<=1e-3"),
     Default("bfloat16", "*", "score", "rel<=3e-2"),
     Default("int8", "*", "embedding", "cosine>=0.99"),
+    Default("int8", "*", "token", "cosine>=0.95"),
     Default("int8", "*", "decisions", "changed<=0.5%"),
     Default("int8", "*", "position", "changed<=0.5%"),
     Default("int8", "*", "distribution", "kl<=0.01"),
     Default("int8", "*", "score", "rel<=0.1"),
     Default("int4", "*", "embedding", "cosine>=0.95"),
+    Default("int4", "*", "token", "cosine>=0.8"),
     Default("int4", "*", "decisions", "changed<=2%"),
     Default("int4", "*", "position", "changed<=2%"),
     Default("int4", "*", "distribution", "kl<=0.05"),
@@ -185,8 +189,10 @@ def provider_class(provider: str) -> str:
 def default_for(output: OutputRow, precision: str, provider: str) -> Tolerance:
     """The table's row for an output, a precision class and a provider. Raises UsageError where there is none."""
     found = provider_class(provider)
+    # The worst of thousands of tokens is another number than the worst of some texts.
+    measure = "token" if output.measure == "embedding" and len(output.axes) > 2 else output.measure
     for row in DEFAULTS:
-        if row.precision == precision and row.provider in ("*", found) and row.measure in ("*", output.measure):
+        if row.precision == precision and row.provider in ("*", found) and row.measure in ("*", measure):
             (tolerance,) = parse(row.allowed)
             return Tolerance(tolerance.measure, tolerance.direction, tolerance.value)
     raise UsageError(
@@ -199,12 +205,15 @@ def choose(
 ) -> dict[str, Tolerance]:
     """One tolerance for each output: the given one that can judge it, else the table's.
 
+    Below float32 a given `cosine`, `changed` or `kl` is meant for what the task is for, not for a secondary output.
+
     What was given must be used: UsageError when two given ones judge the same output, or when one judges none.
     """
     chosen: dict[str, Tolerance] = {}
     used: set[str] = set()
     for output in outputs:
-        fitting = [t for t in given if t.measure in (*JUDGED_BY[output.measure], "abs", "rel")]
+        judged_by = () if output.secondary and precision != "float32" else JUDGED_BY[output.measure]
+        fitting = [t for t in given if t.measure in (*judged_by, "abs", "rel")]
         if len(fitting) > 1:
             both = " and ".join(t.text for t in fitting)
             raise UsageError(f"tolerance: {both} would both judge {output.name}; give one of them")
