@@ -69,8 +69,6 @@ def machine() -> dict[str, Any]:
 
 def _int8(flags: Sequence[str]) -> str:
     """What 8-bit products of this processor do (they saturate on x86 without VNNI)."""
-    if "amx_int8" in flags or "avx512_vnni" in flags or "avx_vnni" in flags:
-        return "VNNI: 8-bit products are exact"
-    if "avx2" in flags:
-        return "no VNNI: 8-bit products of full-range weights can saturate"
-    return "not an x86 processor with AVX2"
+    if not host.exact_int8(flags):
+        return "no VNNI: 8-bit products of full-range weights can saturate, so int8 weights are made of 7 bits"
+    return "VNNI: 8-bit products are exact" if "avx2" in flags else "not an x86 processor with AVX2"

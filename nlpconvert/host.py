@@ -43,6 +43,15 @@ def host_facts() -> dict[str, Any]:
     }
 
 
+def exact_int8(flags: Iterable[str] | None = None) -> bool:
+    """Whether this processor's products of 8-bit numbers are exact: x86 without VNNI adds pairs up in 16 bits, which
+    full-range weights overflow."""
+    facts = host_facts()
+    flags = set(facts["cpu_flags"] if flags is None else flags)
+    x86 = "avx2" in flags or "sse4_2" in flags or facts["machine"] in ("x86_64", "AMD64")
+    return not x86 or bool(flags & {"amx_int8", "avx512_vnni", "avx_vnni"})
+
+
 def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Versions of the packages among `names` that are installed; nothing is imported."""
     found: dict[str, str] = {}

@@ -118,6 +118,18 @@ def _half(work: Work) -> Made:
     )
 
 
+def _int8(work: Work) -> Made:
+    from nlpconvert import cpu_int8
+
+    return cpu_int8.int8(work)
+
+
+def _int4(work: Work) -> Made:
+    from nlpconvert import quantizing
+
+    return quantizing.int4(work)
+
+
 def _qdq(work: Work) -> Made:
     from nlpconvert import quantizing
 
@@ -130,6 +142,8 @@ MAKERS: dict[str, Callable[[Work], Made]] = {
     "onnx-optimized": _optimized,
     "onnx-fp16": _half,
     "onnx-bf16": _half,
+    "onnx-int8": _int8,
+    "onnx-int4": _int4,
     "onnx-qdq": _qdq,
     "tensorrt": _tensorrt,
 }

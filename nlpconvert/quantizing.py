@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nlpconvert import host, integers, recipe, search
-from nlpconvert.artifact import Made
+from nlpconvert import host, integers, recipe, search, weight_search
+from nlpconvert.artifact import Artifact, Made
 from nlpconvert.errors import ConversionError, UsageError
 from nlpconvert.recipe import Recipe
+from nlpconvert.search import Bench, Score
 
 if TYPE_CHECKING:
     from nlpconvert.making import Work
@@ -36,22 +37,54 @@ def qdq(work: Work) -> Made:
             looked = search.Static(bench, activation="int8", largest=integers.INT8)
             made, score = looked.search()
             notes = _told(made, score, work)
-            made = replace(
-                made,
-                search={
-                    "seconds": round(time.perf_counter() - started, 1),
-                    "evaluations": bench.tried,
-                    "budget_seconds": work.options.search_budget,
-                    "late": bench.late,
-                    "room": search.ROOM,
-                    "rewrite_moves": looked.exact,
-                    "tolerances": {name: each.text for name, each in bench.tolerances.items()},
-                    "select_cases": len(bench.cases),
-                },
-            )
+            made = replace(made, search={**search_facts(bench, started), "rewrite_moves": looked.exact})
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return _write_static(work, made, notes)
+    return write_made(work, made, work.above, notes)
+
+
+def int4(work: Work) -> Made:
+    """Weights in 4 bits, as many layers as the tolerance allows, the others in 8 bits or float32.
+
+    ConversionError where no layer can be quantized, UsageError for a recipe that is another step's or another model's.
+    """
+    scratch = work.new / ".scratch"
+    try:
+        if work.options.recipe is not None:
+            made, notes = _replayed(work, "weight-only"), []
+        else:
+            started = time.perf_counter()
+            bench = search.Bench(work, work.above, scratch, started + work.options.search_budget)
+            made, score = weight_search.WeightOnly(bench, bits=4).search()
+            notes = _told(made, score, work)
+            made = replace(made, search=search_facts(bench, started))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return write_made(work, made, work.above, notes)
+
+
+def weight_only_candidate(bench: Bench) -> tuple[Recipe, Score]:
+    """Weights in 8 bits, and how far that is from float32."""
+    return weight_search.WeightOnly(bench, bits=8).search()
+
+
+def dynamic_candidate(bench: Bench) -> tuple[Recipe, Score]:
+    """Dynamic int8, and how far that is from float32 in the batches of the select part."""
+    largest = integers.INT8 if host.exact_int8() else integers.SATURATING
+    return weight_search.Dynamic(bench, largest=largest).search()
+
+
+def search_facts(bench: Bench, started: float) -> dict[str, Any]:
+    """What the recipe says about its search; `started` on the clock of time.perf_counter."""
+    return {
+        "seconds": round(time.perf_counter() - started, 1),
+        "evaluations": bench.tried,
+        "budget_seconds": bench.work.options.search_budget,
+        "late": bench.late,
+        "room": search.ROOM,
+        "tolerances": {name: each.text for name, each in bench.tolerances.items()},
+        "select_cases": len(bench.cases),
+    }
 
 
 def _replayed(work: Work, kind: str) -> Recipe:
@@ -63,7 +96,7 @@ def _replayed(work: Work, kind: str) -> Recipe:
     return given
 
 
-def _told(made: Recipe, score: search.Score, work: Work) -> list[str]:
+def _told(made: Recipe, score: Score, work: Work) -> list[str]:
     """What the search found, for a person."""
     lines = recipe.told(made.candidates)
     back = [layer for layer in made.layers if layer.precision == "float32" and layer.share]
@@ -76,16 +109,30 @@ def _told(made: Recipe, score: search.Score, work: Work) -> list[str]:
     return lines
 
 
-def _write_static(work: Work, made: Recipe, notes: Sequence[str]) -> Made:
-    from nlpconvert.convert import derived, linear, static_int8
+def apply(graph: Any, made: Recipe) -> None:
+    """Changes a graph in place as its recipe says. UsageError where the recipe is of a kind that is not known."""
+    from nlpconvert.convert import dynamic_int8, static_int8, weight_only
+
+    kinds = {"static": static_int8.apply, "weight-only": weight_only.apply, "dynamic": dynamic_int8.apply}
+    if made.kind not in kinds:
+        raise UsageError(f"a recipe of the kind {made.kind!r} is none of {', '.join(kinds)}")
+    kinds[made.kind](graph, made)
+
+
+def write_made(work: Work, made: Recipe, base: Artifact, notes: Sequence[str]) -> Made:
+    """The recipe applied to `base` (the parent, or the parent fused), as the step's file with recipe.json beside it.
+
+    UsageError when the recipe is another model's, ConversionError when the file is larger than the parent.
+    """
+    from nlpconvert.convert import derived, linear
 
     parent = work.above
-    program = derived.load(parent)
-    known = {layer.name for layer in made.layers}
-    unknown = known - {w.name for w in linear.find(program.graph).weights} - set(linear.find(program.graph).left)
+    program = derived.load(base)
+    found = linear.find(program.graph)
+    unknown = {layer.name for layer in made.layers} - {weight.name for weight in found.weights} - set(found.left)
     if unknown:
-        raise UsageError(f"the recipe speaks of {min(unknown)}, which is not in {parent.step}: it is another model's")
-    static_int8.apply(program.graph, made)
+        raise UsageError(f"the recipe speaks of {min(unknown)}, which is not in {base.step}: it is another model's")
+    apply(program.graph, made)
     inputs, outputs = derived.write(program, parent, work.new)
     recipe.write(made, work.new)
     return Made(

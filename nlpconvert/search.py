@@ -8,6 +8,7 @@ the tolerance, with room to spare on texts that fitted nothing, is taken.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nlpconvert import calibration, integers, reference
+from nlpconvert import calibration, giveback, integers, reference
 from nlpconvert.artifact import Artifact
 from nlpconvert.errors import ConversionError
 from nlpconvert.integers import Preparation, Sample, Sampler
@@ -27,9 +28,17 @@ from nlpconvert.validators.tolerance import Tolerance
 if TYPE_CHECKING:
     from nlpconvert.inputs import Case
     from nlpconvert.making import Work
+    from nlpconvert.models import OutputRow
+    from nlpconvert.validators.findings import OutputDiff
 
 ROOM = 0.7
 """Share of the tolerance that the chosen mix may use on the texts it is selected by; the rest is for other texts."""
+
+AVERAGE = 0.1
+"""How much closer the average has to be than the worst, for an embedding."""
+
+CLOSE = 0.1
+"""Relative difference that scores may have where a decision is what counts."""
 
 SAMPLE_TOKENS = 1024
 SAMPLE_BYTES = 2**30
@@ -84,40 +93,57 @@ class Bench:
         self.tolerances = tolerance.choose(work.tolerances, outputs, work.row.precision, "cpu")
         self.scales = parity.scales(outputs, self.cases, self.answers)
 
-    def score(self, path: Path) -> Score:
-        """Runs a file over `select` and holds it against the parent's answers."""
+    def score(self, path: Path, base: Artifact | None = None) -> Score:
+        """Runs a file over `select` and holds it against the parent's answers. `base`: whose data file it reads."""
         self.tried += 1
         judge = parity.Judge(self.work.facts.outputs, self.scales, self.tolerances)
-        session = self.open(path)
+        session = self.open(path, base)
         try:
             for case in self.cases:
                 judge.add(case, self.answers[case.name], session.run(case.inputs))
         finally:
             session.close()
         found = judge.comparison()
-        used = max(each.tolerance.used(each.measured) if not each.problems else np.inf for each in found.outputs)
+        used = max(_used(row, each) for row, each in zip(self.work.facts.outputs, found.outputs, strict=True))
         energy = float(np.mean([each.relative_l2**2 for each in found.outputs]))
         worst = max(found.outputs, key=lambda each: each.tolerance.used(each.measured))
         return Score(float(used), energy, f"{worst.tolerance.measure} {worst.measured:.5g}")
 
-    def trial(self, change: Callable[[Any], None]) -> Path:
+    def trial(self, change: Callable[[Any], None], base: Artifact | None = None) -> Path:
         """The base with its graph changed in place by `change`, as a file in the scratch directory."""
         from nlpconvert.convert import derived
 
-        program = derived.load(self.base)
+        program = derived.load(base or self.base)
         change(program.graph)
         return derived.trial(program, self.scratch)
 
-    def open(self, path: Path) -> Any:
+    def open(self, path: Path, base: Artifact | None = None) -> Any:
         """A session on a file whose weights lie in the base's data file."""
         from nlpconvert.backends import onnxruntime
 
-        return onnxruntime.open_file(path, device="cpu", threads=self.work.options.threads, data=self.base.directory)
+        data = (base or self.base).directory
+        return onnxruntime.open_file(path, device="cpu", threads=self.work.options.threads, data=data)
 
     @property
     def late(self) -> bool:
         """Whether the time for searching is used up."""
         return time.perf_counter() > self.deadline
+
+
+def _used(row: OutputRow, found: OutputDiff) -> float:
+    """Share of an output's tolerance that is used, with what a handful of texts cannot show.
+
+    The worst of a hundred texts may be good by luck: an embedding's average has to be ten times closer than its worst
+    may be. That no decision changed says little: scores have to be close, too.
+    """
+    if found.problems:
+        return math.inf
+    used = found.tolerance.used(found.measured)
+    if found.tolerance.measure == "cosine" and found.cosine is not None and not row.secondary:
+        used = max(used, (1 - found.cosine.mean) / (AVERAGE * (1 - found.tolerance.value)))
+    if found.tolerance.measure == "changed":
+        used = max(used, found.relative_l2 / CLOSE)
+    return used
 
 
 # ---- what the layers' inputs look like ------------------------------------------------------------------------------
@@ -270,7 +296,8 @@ class Static:
             work.progress.start(f"{work.row.name}: which layers move the answers", len(self.sites))
             self._measure_alone(first)
             mixes = self._path()
-            scores = self._bisect(mixes, first)
+            work.progress.start(f"{work.row.name}: the cheapest mix in the tolerance")
+            scores = giveback.bisect(mixes, first, self._tried, ROOM)
         else:
             self._estimate_alone(first)
         fitting = [n for n in sorted(scores) if scores[n].used <= ROOM]
@@ -322,53 +349,19 @@ class Static:
     def _path(self) -> list[dict[str, int]]:
         """Mixes from all integer to all but none, each with one level raised: the one that brings most for its cost."""
         total = self.found.flops
-        energy: dict[tuple[str, int], float] = {}
-        cost: dict[tuple[str, int], float] = {}
+        energy: dict[str, list[float]] = {}
+        cost: dict[str, list[float]] = {}
         for name, site in self.sites.items():
             base = self.prepared(name, 0)[0].error or 1e-30
+            share = sum(weight.flops for weight in site.weights) / total
+            energy[name], cost[name] = [], []
             for level in range(FLOAT):
-                energy[name, level] = self.alone[name] * self.prepared(name, level)[0].error / base
+                energy[name].append(self.alone[name] * self.prepared(name, level)[0].error / base)
                 apart = len(self.prepared(name, level)[0].outliers) / site.channels
-                cost[name, level] = sum(w.flops for w in site.weights) / total * (apart + (APART_COSTS if apart else 0))
-            energy[name, FLOAT] = 0.0
-            cost[name, FLOAT] = sum(w.flops for w in site.weights) / total
-        levels = dict.fromkeys(self.sites, 0)
-        path = [dict(levels)]
-        while True:
-            raises = [
-                (
-                    (energy[name, levels[name]] - energy[name, up]) / (cost[name, up] - cost[name, levels[name]]),
-                    name,
-                    up,
-                )
-                for name in self.sites
-                for up in range(levels[name] + 1, FLOAT + 1)
-                if cost[name, up] > cost[name, levels[name]]
-            ]
-            if not raises:
-                break
-            _, name, up = max(raises)
-            levels[name] = up
-            if all(level == FLOAT for level in levels.values()):
-                break
-            path.append(dict(levels))
-        return path
-
-    def _bisect(self, path: Sequence[Mapping[str, int]], first: Score) -> dict[int, Score]:
-        """Scores along the path, those that were needed to find the first mix that fits."""
-        low, high = 0, len(path) - 1
-        self.bench.work.progress.start(f"{self.bench.work.row.name}: the cheapest mix in the tolerance")
-        scores = {0: first, high: self._tried(path[high])}
-        if scores[high].used > ROOM:
-            # Not even the last layer alone fits: look for the least drift among a few.
-            for n in {len(path) // 4, len(path) // 2, 3 * len(path) // 4} - {0, high}:
-                scores[n] = self._tried(path[n])
-            return scores
-        while high - low > 1:
-            middle = (low + high) // 2
-            scores[middle] = self._tried(path[middle])
-            low, high = (low, middle) if scores[middle].used <= ROOM else (middle, high)
-        return scores
+                cost[name].append(share * (apart + (APART_COSTS if apart else 0)))
+            energy[name].append(0.0)
+            cost[name].append(share)
+        return giveback.path(energy, cost)
 
 
 EXACT = 1e-3

@@ -60,17 +60,20 @@ def open_file(
     device: str = "cpu",
     threads: int | None = None,
     data: Path | None = None,
+    serving: bool = False,
 ) -> OnnxSession:
     """Opens any ONNX file, as `open` does; `precision` is what its weights claim to be. `data` is the directory of its
-    data file where that is not its own.
+    data file where that is not its own. `serving` leaves memory and threads as ONNX Runtime has them by default, for
+    timing.
     """
     provider = PROVIDERS[device]
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    # An arena grows to the largest case and stays; verification runs each case once.
-    options.enable_cpu_mem_arena = False
-    # Threads that spin while they wait take the cores from whatever else runs: twice the time on a busy CI machine.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if not serving:
+        # An arena grows to the largest case and stays; verification runs each case once.
+        options.enable_cpu_mem_arena = False
+        # Threads that spin while they wait take the cores from whatever else runs: twice the time on a busy CI machine.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if threads is not None:
         options.intra_op_num_threads = threads
     if provider not in onnxruntime.get_available_providers():
