@@ -157,10 +157,11 @@ ROOMS: tuple[Room, ...] = (
     Room(
         "convert/half.py",
         2,
-        _set("onnx onnx_ir onnxruntime"),
-        rooms=_set("nlpconvert.convert.onnx_graph nlpconvert.convert.derived"),
+        _set("onnx onnx_ir"),
+        rooms=_set("nlpconvert.convert.onnx_graph nlpconvert.convert.derived nlpconvert.convert.half_plan"),
         bars=_NO_JUDGE,
     ),
+    Room("convert/half_plan.py", 2, _set("onnx onnx_ir"), bars=_NO_JUDGE),
     Room("convert/editing.py", 2, _set("onnx_ir"), rooms=_set("nlpconvert.convert.onnx_graph"), bars=_NO_JUDGE),
     Room(
         "convert/attention.py",
