@@ -23,7 +23,7 @@ from nlpconvert.manifest import Manifest
 from nlpconvert.models import OutputRow
 from nlpconvert.plan import Options
 from nlpconvert.progress import Progress
-from nlpconvert.validators import parity, rows, structure, tolerance
+from nlpconvert.validators import compute, parity, rows, structure, tolerance
 from nlpconvert.validators.tolerance import Tolerance
 
 
@@ -168,12 +168,16 @@ def judge(
             step_alone.add(case, reference.whole({name: before[name] for name in answers if name in before}), answers)
     comparison = compared.comparison()
     problems = _structure(artifact, outputs)
+    products = compute.count(artifact.path) if artifact.format == "onnx" else None
+    if products is not None:
+        problems += compute.problems(products, artifact.precision)
     verdict: dict[str, Any] = {
         "comparison": comparison.to_dict(),
         "structure": problems,
         "rows": companions.report().to_dict(),
         "provider": session.provider,
         "precision": session.precision,
+        "products": None if products is None else products.to_dict(),
         "cases": comparison.cases,
         "tokens": tokens,
         "probe_sha256": probes.sha256,

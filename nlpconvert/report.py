@@ -5,7 +5,8 @@ Pure: data in, lines and documents out. Nothing here prints, measures or decides
     comparison         Comparison.to_dict(), against the reference
     parent_comparison  the same against the parent step (optional)
     rows               RowsReport.to_dict() (optional)
-    structure          sentences of structure.check_specs (optional)
+    structure          sentences of structure.check_specs and compute.problems (optional)
+    products           Products.to_dict(), of an ONNX file (optional)
     provider, precision  what really ran
     cases, tokens      how much was compared: batches, and tokens in them
 """
@@ -203,6 +204,9 @@ def _surroundings(outcome: Outcome, comparison: Comparison, verdict: Mapping[str
         yield f"  against its parent       {parent}{': ' if parent else ''}{moved}"
     if verdict.get("provider"):
         yield f"  ran on                   {verdict['provider']}, {verdict['precision']}"
+    lower = _products(verdict.get("products"))
+    if lower:
+        yield f"  products with a weight   {lower}"
     if outcome.status != "agrees":
         yield f"  tried                    {_tried(outcome)}"
     for name, reason in comparison.not_applicable:
@@ -219,6 +223,15 @@ def _rows(rows: RowsReport) -> str:
         return f"{found}, {_count(rows.pairs, 'pair')}"
     places = f"row {worst.row} of {worst.case} and row {worst.twin_row} of {worst.twin}"
     return f"{found}, beyond the model's own in {worst.flagged:,} of {rows.pairs:,} pairs: {worst.name}, {places}"
+
+
+def _products(products: Mapping[str, Any] | None) -> str:
+    """ "60 int8 (95.2% of the FLOPs), 3 float32 (4.8%)"; nothing where all are float32."""
+    if not products or set(products["count"]) <= {"float32"}:
+        return ""
+    ordered = sorted(products["count"].items(), key=lambda item: -products["share"].get(item[0], 0.0))
+    parts = [f"{number:,} {name} ({products['share'].get(name, 0.0):.1%})" for name, number in ordered]
+    return f"{', '.join(parts)} of the FLOPs"
 
 
 def _notes(outcome: Outcome) -> Iterator[str]:
