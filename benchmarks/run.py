@@ -20,6 +20,7 @@ from types import ModuleType
 import conversion
 import measure
 import memory
+import quantization
 import startup
 import verification
 from measure import Result, Settings
@@ -28,6 +29,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "startup": startup,
     "convert": conversion,
     "verify": verification,
+    "quantize": quantization,
     "memory": memory,
 }
 README = measure.HERE / "README.md"
