@@ -82,36 +82,40 @@ class Found:
 
 
 def find(graph: onnx_ir.Graph) -> Found:
-    """The linear layers of `graph` in order."""
-    weights: dict[str, Weight] = {}
+    """The linear layers of `graph` in order. A weight that one of its products cannot give up is left for all."""
+    uses: dict[int, list[tuple[onnx_ir.Node, onnx_ir.Value, bool]]] = {}
+    for node in graph:
+        if node.op_type in ("MatMul", "Gemm") and (found := _constant(node)) is not None:
+            uses.setdefault(id(found[0]), []).append((node, *found))
+    weights: list[Weight] = []
     left: dict[str, str] = {}
     left_flops = 0
     names: set[str] = set()
-    for node in graph:
-        if node.op_type not in ("MatMul", "Gemm"):
-            continue
-        found = _constant(node)
-        if found is None:
-            continue
-        value, transposed = found
-        assert value.name is not None and value.const_value is not None
-        shape = value.const_value.numpy().shape
-        name = onnx_graph.module_scope(node) or node.name or value.name
-        if value.name in weights:
-            weights[value.name].nodes.append(node)
-            continue
-        reason = _why_not(node, value, shape, transposed)
+    for users in uses.values():
+        nodes = [node for node, _, _ in users]
+        _, value, transposed = users[0]
+        assert value.const_value is not None
+        shape = tuple(value.const_value.shape.numpy())
+        reason = next((why for node, _, turned in users if (why := _why_not(node, value, shape, turned))), "")
+        if any(turned != transposed for _, _, turned in users):
+            reason = reason or "its weight is used transposed too"
         if reason:
-            left[name] = reason
-            left_flops += int(np.prod(shape))
+            left |= {_name(node, value, names): reason for node in nodes}
+            left_flops += int(np.prod(shape)) * len(nodes)
             continue
-        while name in names:
-            number = re.search(r"#(\d+)$", name)
-            name = f"{name}#2" if number is None else f"{name[: number.start()]}#{int(number.group(1)) + 1}"
-        names.add(name)
         rows, columns = shape[::-1] if transposed else shape
-        weights[value.name] = Weight(name, value, transposed, rows, columns, [node])
-    return Found(_sites(list(weights.values())), left, left_flops)
+        weights.append(Weight(_name(nodes[0], value, names), value, transposed, rows, columns, nodes))
+    return Found(_sites(weights), left, left_flops)
+
+
+def _name(node: onnx_ir.Node, value: onnx_ir.Value, taken: set[str]) -> str:
+    """The module path of a product in the checkpoint; where it is taken, with a number. It is taken then."""
+    name = onnx_graph.module_scope(node) or node.name or value.name or "unnamed"
+    while name in taken:
+        number = re.search(r"#(\d+)$", name)
+        name = f"{name}#2" if number is None else f"{name[: number.start()]}#{int(number.group(1)) + 1}"
+    taken.add(name)
+    return name
 
 
 def bias_of(node: onnx_ir.Node) -> tuple[onnx_ir.Node, int] | None:

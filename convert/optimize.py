@@ -116,7 +116,7 @@ def _told(target: str, found: Mapping[str, Found]) -> str:
     return f"fused: {', '.join(f'{done} of {total} {words}' for (done, total, _), words in counts if total)}"
 
 
-def gain(parent: Callable[[], object], fused: Callable[[], object], rounds: int = 15) -> float:
+def gain(parent: Callable[[], object], fused: Callable[[], object], rounds: int = 7) -> float:
     """How long `fused` takes against `parent`, below 1 where it is faster: medians of turns taken alternately."""
     spent: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + 1):

@@ -84,7 +84,13 @@ class Rewriter:
             scaled = self._add(before, "Mul", [moved, multiplier], value)
             rounded = scaled
             if not self.exact:
-                whole = self._add(before, "QuantizeLinear", [scaled, scale, zero], value, onnx_ir.DataType.INT8)
+                whole = self._add(
+                    before,
+                    "QuantizeLinear",
+                    [scaled, scale, zero],
+                    value,
+                    onnx_ir.DataType.from_numpy(self.zero.dtype),
+                )
                 rounded = self._add(before, "DequantizeLinear", [whole, scale, zero], value)
             apart = None
             if prepared.outliers:
@@ -103,6 +109,8 @@ class Rewriter:
         inputs: dict[str, tuple[onnx_ir.Value, onnx_ir.Value | None]],
     ) -> None:
         array = weight.array()
+        if not np.isfinite(array).all():
+            raise ConversionError(f"the weight of {weight.name} is not finite")
         inner = integers.folded(prepared, array)
         base = weight.value.name or weight.name
         float_or_whole: Callable[[onnx_ir.Node], onnx_ir.Value]
@@ -147,21 +155,40 @@ class Rewriter:
         name: str,
     ) -> None:
         """Puts the offset into the bias where there is one, and the new product in the old one's place."""
-        if place is None or place[0] is node:
-            old = None if place is None else node.inputs[place[1]]
-            bias = offset if old is None else offset + _array(old)
-            added = self._constant(f"{name}.bias.shifted", bias)
-            product = self._add(node, "Add", [product, added], node.outputs[0])
+        user, index = place or (node, 2)
+        old = None if place is None else user.inputs[index]
+        bias = offset if old is None else offset + _array(old)
+        if user is node:
+            product = self._biased(node, product, f"{name}.bias.shifted", bias)
+        elif user.op_type == "Add" and self._by_subtraction(node):
+            user.replace_input_with(1 - index, product)
+            product = self._biased(user, product, f"{name}.bias.shifted", bias)
+            self._replace(user, product)
+            self.graph.remove(node, safe=True)
+            return
         else:
-            user, index = place
-            old = user.inputs[index]
             assert old is not None
-            user.replace_input_with(index, self._constant(f"{old.name}.shifted", offset + _array(old)))
+            user.replace_input_with(index, self._constant(f"{old.name}.shifted", bias))
+        self._replace(node, product)
+
+    def _by_subtraction(self, node: onnx_ir.Node) -> bool:
+        """Whether a product's bias has to be subtracted, negated: ONNX Runtime makes a Gemm of a matrix product and an
+        Add before it looks for Q/DQ, and computes that in floating point."""
+        shape = node.outputs[0].shape
+        return self.recipe.activation == "uint8" and (node.op_type == "Gemm" or (shape is not None and len(shape) == 2))
+
+    def _biased(self, node: onnx_ir.Node, product: onnx_ir.Value, name: str, bias: np.ndarray) -> onnx_ir.Value:
+        """The product with a bias, before `node`, whose output has the same shape."""
+        kind, bias = ("Sub", -bias) if self._by_subtraction(node) else ("Add", bias)
+        return self._add(node, kind, [product, self._constant(name, bias)], node.outputs[0])
+
+    def _replace(self, node: onnx_ir.Node, value: onnx_ir.Value) -> None:
+        """`value` in the place and under the name of what `node` gave; the node goes."""
         target = node.outputs[0]
         named = target.name
-        onnx_ir.convenience.replace_all_uses_with(target, product, replace_graph_outputs=True)
+        onnx_ir.convenience.replace_all_uses_with(target, value, replace_graph_outputs=True)
         self.graph.remove(node, safe=True)
-        product.name = named
+        value.name = named
 
     # -- small things -------------------------------------------------------------------------------------------------
 
@@ -194,8 +221,7 @@ class Rewriter:
         out = node.outputs[0]
         if like is not None and like.shape is not None:
             out.shape = onnx_ir.Shape(list(like.shape))
-            if dtype is None:
-                out.type = like.type
+            out.type = like.type if dtype is None else onnx_ir.TensorType(dtype)
         self.graph.insert_before(before, node)
         return out
 

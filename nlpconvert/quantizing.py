@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from nlpconvert.making import Work
 
 
+GRAPH_BYTES = 2**20
+"""A file below this size may be larger than its source."""
+
+
 def qdq(work: Work) -> Made:
     """Static int8 with explicit Q/DQ for TensorRT, as many layers as the tolerance allows.
 
@@ -145,11 +149,15 @@ def write_made(work: Work, made: Recipe, base: Artifact, notes: Sequence[str]) -
 
 
 def _smaller(work: Work, before: Path) -> float:
-    """The file's size over its parent's. ConversionError when it has grown."""
+    """The file's size over its parent's. ConversionError when it has grown.
+
+    Below a megabyte the graph outweighs the weights, and what grew is nodes.
+    """
     from nlpconvert.convert import derived
 
-    ratio = derived.size(work.new) / derived.size(before)
-    if ratio > 1:
+    size = derived.size(work.new)
+    ratio = size / derived.size(before)
+    if ratio > 1 and size > GRAPH_BYTES:
         raise ConversionError(f"the quantized file is {ratio:.2f} times its float32 source: nothing was gained")
     return round(ratio, 4)
 

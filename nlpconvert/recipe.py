@@ -23,6 +23,9 @@ FILE = "recipe.json"
 ARRAYS = "recipe.safetensors"
 SCHEMA = 1
 
+LAYER_ARRAYS = ("bias", "importance")
+"""What a layer has for every channel: kept in ARRAYS."""
+
 PRECISIONS = ("int8", "int8-weight", "int4-weight", "float32")
 
 
@@ -40,7 +43,10 @@ class Layer:
     drift: float = 0.0
     why: str = ""
     block: int = 0  # weights with one scale (4 and 8 bit weight-only)
+    zero_points: bool = False  # whether every block has one
+    strength: float = 0.0  # power of its inputs' size that the weights are multiplied by
     bias: np.ndarray | None = None  # what is taken off the bias: (outputs,)
+    importance: np.ndarray | None = None  # mean square of every input: (inputs,)
 
 
 @dataclass(frozen=True)
@@ -109,10 +115,11 @@ def write(recipe: Recipe, directory: Path) -> None:
         }
     layers = []
     for layer in recipe.layers:
-        if layer.bias is not None:
-            arrays[f"{layer.name}/bias"] = layer.bias
-        row = asdict(replace(layer, bias=None))
-        del row["bias"]
+        row = asdict(replace(layer, bias=None, importance=None))
+        for kind in LAYER_ARRAYS:
+            if (array := getattr(layer, kind)) is not None:
+                arrays[f"{layer.name}/{kind}"] = array
+            del row[kind]
         layers.append(row)
     data = {
         "schema": SCHEMA,
@@ -158,7 +165,10 @@ def read(path: Path) -> Recipe:
             )
             for name, row in data["sites"].items()
         }
-        layers = tuple(Layer(**row, bias=arrays.get(f"{row['name']}/bias")) for row in data["layers"])
+        layers = tuple(
+            Layer(**row, bias=arrays.get(f"{row['name']}/bias"), importance=arrays.get(f"{row['name']}/importance"))
+            for row in data["layers"]
+        )
         unknown = [layer for layer in layers if layer.precision not in PRECISIONS]
         if unknown:
             raise UsageError(f"{path}: {unknown[0].name} has the precision {unknown[0].precision!r}")

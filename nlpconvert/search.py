@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 ROOM = 0.7
 """Share of the tolerance that the chosen mix may use on the texts it is selected by; the rest is for other texts."""
 
-AVERAGE = 0.1
-"""How much closer the average has to be than the worst, for an embedding."""
+AVERAGE: Mapping[str, float] = {"int8": 0.1, "int4": 0.2}
+"""How much closer the average has to be than the worst may be, for an embedding."""
 
 CLOSE = 0.1
 """Relative difference that scores may have where a decision is what counts."""
@@ -104,7 +104,8 @@ class Bench:
         finally:
             session.close()
         found = judge.comparison()
-        used = max(_used(row, each) for row, each in zip(self.work.facts.outputs, found.outputs, strict=True))
+        average = AVERAGE[self.work.row.precision]
+        used = max(_used(row, each, average) for row, each in zip(self.work.facts.outputs, found.outputs, strict=True))
         energy = float(np.mean([each.relative_l2**2 for each in found.outputs]))
         worst = max(found.outputs, key=lambda each: each.tolerance.used(each.measured))
         return Score(float(used), energy, f"{worst.tolerance.measure} {worst.measured:.5g}")
@@ -130,19 +131,20 @@ class Bench:
         return time.perf_counter() > self.deadline
 
 
-def _used(row: OutputRow, found: OutputDiff) -> float:
+def _used(row: OutputRow, found: OutputDiff, average: float) -> float:
     """Share of an output's tolerance that is used, with what a handful of texts cannot show.
 
-    The worst of a hundred texts may be good by luck: an embedding's average has to be ten times closer than its worst
-    may be. That no decision changed says little: scores have to be close, too.
+    The worst of a hundred texts may be good by luck: an embedding's average has to be so much closer (`average`) than its
+    worst may be. That no decision changed says little, and that one did says nothing: scores have to be close instead.
     """
     if found.problems:
         return math.inf
     used = found.tolerance.used(found.measured)
     if found.tolerance.measure == "cosine" and found.cosine is not None and not row.secondary:
-        used = max(used, (1 - found.cosine.mean) / (AVERAGE * (1 - found.tolerance.value)))
-    if found.tolerance.measure == "changed":
-        used = max(used, found.relative_l2 / CLOSE)
+        used = max(used, (1 - found.cosine.mean) / (average * (1 - found.tolerance.value)))
+    if found.tolerance.measure == "changed" and found.decisions is not None:
+        beyond_chance = max(found.decisions.changed - 1, 0) / max(found.decisions.count, 1)
+        used = max(found.tolerance.used(beyond_chance), found.relative_l2 / CLOSE)
     return used
 
 

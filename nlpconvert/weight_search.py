@@ -51,11 +51,15 @@ def _level(bits: int, block: int, zero_points: bool) -> Level:
 
 LEVELS: Mapping[int, tuple[Level, ...]] = {
     4: (_level(4, 32, True), _level(4, 16, True), _level(8, 128, False)),
-    8: (_level(8, 128, False), _level(8, 32, False)),
+    8: (_level(8, 128, False), _level(8, 64, False), _level(8, 32, False)),
 }
 """From the fewest bits up; after the last comes float32."""
 
 FLOAT_BITS = 32.0
+
+NEAR = 1.1
+"""A level that costs no more than this many times the bits of the one before is tried for all sites at once, before
+anything is measured site by site."""
 
 
 class Mixes(ABC):
@@ -155,7 +159,10 @@ class Mixes(ABC):
         mixes = [dict.fromkeys(self.sites, 0)]
         first = self._tried(mixes[0])
         scores = {0: first}
-        if first.used > search.ROOM:
+        while scores[len(mixes) - 1].used > search.ROOM and self._near(len(mixes)):
+            mixes.append(dict.fromkeys(self.sites, len(mixes)))
+            scores[len(mixes) - 1] = self._tried(mixes[-1])
+        if scores[len(mixes) - 1].used > search.ROOM:
             work.progress.start(f"{work.row.name}: which layers move the answers", len(self.sites))
             self._measure_alone(first)
             mixes = self._path()
@@ -167,6 +174,10 @@ class Mixes(ABC):
         chosen = fitting[0] if fitting else min(scores, key=lambda n: scores[n].used)
         table = tuple(replace(each, chosen=levels == mixes[chosen]) for levels, each in self.tried)
         return replace(self.recipe(mixes[chosen]), candidates=table), scores[chosen]
+
+    def _near(self, level: int) -> bool:
+        """Whether a level costs hardly more than the one before."""
+        return level < self.top and self.costs[level] <= NEAR * self.costs[level - 1]
 
     def _tried(self, levels: Mapping[str, int]) -> Score:
         score, made = self.score(levels), self.recipe(levels)
@@ -252,7 +263,8 @@ class WeightOnly(Mixes):
             for bits in blocks.BITS
         }
         words = [f"{share:.0%} in {bits} bits" for bits, share in shares.items() if share]
-        return f"weight-only, {', '.join(words)}"
+        sizes = sorted({layer.block for layer in made.layers if layer.block})
+        return f"weight-only, {', '.join(words)}, blocks of {' and '.join(map(str, sizes))}"
 
     def _whole(self, row: Layer, array: np.ndarray) -> Blocks:
         from nlpconvert.convert import weight_only
