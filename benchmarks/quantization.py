@@ -162,7 +162,7 @@ def measure(settings: Settings) -> Result:
     notes = [
         "Cosine of the embedding with float32's, worst / first percentile / mean, by composition of the batch:",
         "",
-        "| step | alone | 16 of like length | beside a long text | 40 more pads | lower precision | bytes / onnx | made in |",
+        "| step | alone | 16 of like length | beside a long text | 40 more pads | lower precision | size | made in |",
         "|---|---|---|---|---|---:|---:|---:|",
     ]
     rows = []

@@ -134,7 +134,7 @@ class Bench:
 def _used(row: OutputRow, found: OutputDiff, average: float) -> float:
     """Share of an output's tolerance that is used, with what a handful of texts cannot show.
 
-    The worst of a hundred texts may be good by luck: an embedding's average has to be so much closer (`average`) than its
+    The worst of a hundred texts may be good by luck: an embedding's average has to be closer, by `average`, than its
     worst may be. That no decision changed says little, and that one did says nothing: scores have to be close instead.
     """
     if found.problems:
