@@ -19,6 +19,9 @@ from nlpconvert.convert import onnx_graph
 from nlpconvert.errors import ConversionError, first_line
 
 ONNX_FILE = "model.onnx"
+
+INSIDE_LIMIT = 1_900_000_000
+"""Bytes of weights that one protobuf file can hold, with room for the graph."""
 LARGEST, NOTHING = "tap/largest", "tap/nothing"  # constants of a tapped graph
 
 
@@ -99,15 +102,24 @@ def trial(program: onnx_ir.Model, scratch: Path) -> Path:
     """A changed graph as a file to be run and thrown away. What was changed is inside, the rest stays in the base's
     data file: to be opened with that one's directory as `data`.
 
-    ConversionError where that is 2 GB and more.
+    Where what was changed does not fit into a file (protobuf ends at 2 GB), all weights go into a data file of its own.
     """
     scratch.mkdir(parents=True, exist_ok=True)
     path = scratch / "trial.onnx"
-    try:
+    data = path.with_name(f"{path.name}.data")
+    data.unlink(missing_ok=True)
+    tensors = (value.const_value for value in program.graph.initializers.values())
+    inside = sum(t.nbytes for t in tensors if t is not None and not isinstance(t, onnx_ir.ExternalTensor))
+    if inside < INSIDE_LIMIT:
         path.write_bytes(onnx_ir.to_proto(program).SerializeToString())
-    except ValueError as error:
-        raise ConversionError(f"the changed weights do not fit into one file of 2 GB: {first_line(error)}") from error
+    else:
+        onnx_graph.save(program, path)
     return path
+
+
+def data_of(path: Path, base: Path) -> Path:
+    """The directory of a trial's data file: its own, or the base's."""
+    return path.parent if path.with_name(f"{path.name}.data").exists() else base
 
 
 def element_types(program: onnx_ir.Model) -> Mapping[str, int]:

@@ -173,9 +173,13 @@ class Rewriter:
 
     def _by_subtraction(self, node: onnx_ir.Node) -> bool:
         """Whether a product's bias has to be subtracted, negated: ONNX Runtime makes a Gemm of a matrix product and an
-        Add before it looks for Q/DQ, and computes that in floating point."""
+        Add before it looks for Q/DQ, and computes that in floating point. It does so where there are two axes, or
+        more whose sizes are all numbers.
+        """
+        if self.recipe.activation != "uint8":
+            return False
         shape = node.outputs[0].shape
-        return self.recipe.activation == "uint8" and (node.op_type == "Gemm" or (shape is not None and len(shape) == 2))
+        return shape is None or len(shape) == 2 or all(isinstance(size, int) for size in shape)
 
     def _biased(self, node: onnx_ir.Node, product: onnx_ir.Value, name: str, bias: np.ndarray) -> onnx_ir.Value:
         """The product with a bias, before `node`, whose output has the same shape."""

@@ -172,8 +172,10 @@ class Runner:
 
     def __call__(self, path: Path, outputs: Sequence[str]) -> Iterator[tuple[Case, Mapping[str, np.ndarray]]]:
         from nlpconvert.backends import onnxruntime
+        from nlpconvert.convert import derived
 
-        session = onnxruntime.open_file(path, device="cpu", threads=self.threads, data=self.data)
+        data = derived.data_of(path, self.data)
+        session = onnxruntime.open_file(path, device="cpu", threads=self.threads, data=data)
         try:
             for case in self.cases:
                 yield case, session.tap(case.inputs, outputs)

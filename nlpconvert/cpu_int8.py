@@ -148,7 +148,11 @@ def _entries(
             whole = replace(made, base=step, parent_sha256=bench.base.sha256)
             try:
                 trial = bench.trial(lambda graph, whole=whole: quantizing.apply(graph, whole), base)  # type: ignore[misc]
-                path = trial.rename(trial.with_name(f"candidate-{len(entries)}.onnx"))
+                own = trial.parent / f"candidate-{len(entries)}"
+                own.mkdir()
+                for file in trial.parent.glob(f"{trial.name}*"):
+                    file.rename(own / file.name)
+                path = own / trial.name
                 entries.append(Entry(name, whole, base, path, bench.score(path, base)))
             except (NlpconvertError, RuntimeError, ValueError) as error:
                 failed.append(f"{name}: {first_line(error)}")
@@ -158,11 +162,12 @@ def _entries(
 def _latencies(bench: Bench, entries: Sequence[Entry]) -> dict[str, float]:
     """Time over the select texts, over the plain float32 file's: medians of rounds in turns, opened as for serving."""
     from nlpconvert.backends import onnxruntime
+    from nlpconvert.convert import derived
 
     threads = bench.work.options.threads
     files = {"float32": (bench.base.path, bench.base)} | {each.name: (each.path, each.base) for each in entries}
     sessions: dict[str, Any] = {
-        name: onnxruntime.open_file(path, threads=threads, data=base.directory, serving=True)
+        name: onnxruntime.open_file(path, threads=threads, data=derived.data_of(path, base.directory), serving=True)
         for name, (path, base) in files.items()
     }
     times: dict[str, list[float]] = {name: [] for name in sessions}

@@ -121,8 +121,9 @@ class Bench:
     def open(self, path: Path, base: Artifact | None = None) -> Any:
         """A session on a file whose weights lie in the base's data file."""
         from nlpconvert.backends import onnxruntime
+        from nlpconvert.convert import derived
 
-        data = (base or self.base).directory
+        data = derived.data_of(path, (base or self.base).directory)
         return onnxruntime.open_file(path, device="cpu", threads=self.work.options.threads, data=data)
 
     @property
