@@ -44,7 +44,7 @@ def test_startup_prints_its_ratio_and_the_machine() -> None:
 def test_a_name_that_is_not_there() -> None:
     code, _, errors = run("speed")
     assert code == 2
-    assert "there is no benchmark speed; there are startup, convert, verify, memory" in errors
+    assert "there is no benchmark speed; there are startup, convert, verify, quantize, memory" in errors
 
 
 @pytest.mark.slow

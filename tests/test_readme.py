@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from nlpconvert.artifact import STEPS
 from nlpconvert.errors import EXIT_CODES
+from nlpconvert.plan import DEFAULT_STEPS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -37,7 +37,7 @@ def test_links_lead_somewhere() -> None:
 
 def test_the_picture_shows_every_step_of_a_default_run() -> None:
     picture = marked("demo")
-    assert all(re.search(rf"^{step}\s", picture, re.MULTILINE) for step in STEPS)
+    assert all(re.search(rf"^{step}\s", picture, re.MULTILINE) for step in DEFAULT_STEPS)
     assert "not run" in picture
 
 

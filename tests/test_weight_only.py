@@ -280,6 +280,7 @@ def test_a_language_model_agrees_in_4_bits(gpt2: tuple[Path, Outcome]) -> None:
     assert table < size < 1.5 * table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-lm", "t5-seq2seq"])
 def test_other_language_models_agree_in_4_bits(name: str, fixtures_dir: Path, tmp_path: Path) -> None:
     outcome = int4(fixtures_dir / name, tmp_path / "out", search_budget=BUDGET)
@@ -348,6 +349,7 @@ def test_a_broken_artifact_is_seen(
     assert outcome.status == "drift"
 
 
+@pytest.mark.slow
 def test_minilm_agrees_in_4_bits(minilm: Path, tmp_path: Path) -> None:
     """With little time for the search: sites that were not measured alone are estimated."""
     outcome = int4(minilm, tmp_path / "out", search_budget=BUDGET)
