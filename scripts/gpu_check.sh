@@ -12,7 +12,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 2
 python=${PYTHON:-python3}
 out=${1:-./gpu-report}
 report=$out/gpu_report.md
-parts=(pytorch torchscript onnxruntime-cuda tensorrt tensorrt-rtx)
+parts=(pytorch torchscript onnxruntime-cuda)
+for flavour in tensorrt tensorrt-rtx; do parts+=("$flavour" "$flavour-fp16" "$flavour-int8"); done
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
@@ -51,6 +52,8 @@ command_of() {
             command=("$python" -m nlpconvert run "$model" -o "$directory" --to torchscript --device cuda) ;;
         onnxruntime-cuda)
             command=("$python" -m nlpconvert run "$model" -o "$directory" --to onnx --device cuda --provider cuda) ;;
+        *-fp16|*-int8)
+            command=("$python" -m nlpconvert trt "$model" -o "$directory" "--${part##*-}" --runtime "${part%-*}" --device cuda) ;;
         *)
             command=("$python" -m nlpconvert trt "$model" -o "$directory" --runtime "$part" --device cuda) ;;
     esac

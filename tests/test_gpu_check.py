@@ -60,7 +60,7 @@ def test_what_agrees_and_what_is_missing(tmp_path: Path) -> None:
     assert "- GPU: Played GPU" in report
     assert "| tensorrt | - | not installed: tensorrt |" in report
     assert "| onnxruntime-cuda | bert | agrees |" in report
-    assert "All 4 that could run agreed." in report
+    assert "All 8 that could run agreed." in report
 
 
 def test_what_was_not_run_is_no_pass(tmp_path: Path) -> None:
