@@ -55,6 +55,12 @@ def _shipped() -> dict[str, list[Mapping[str, Any]]]:
     return dataset.split([row for key, row in rows.items() if key not in judged])
 
 
+def plain(task: str) -> bool:
+    """Whether a text alone is what a task is asked. What is made of one for other tasks is a makeshift."""
+    needed = [column for column in TASKS[task].columns if not column.startswith("[")]
+    return needed in (["text"], ["tokens"])
+
+
 def shipped_cases(facts: Facts, encode: Encode | None, part: str) -> list[Case]:
     """The shipped texts of a part as the model's task takes them, in batches of like length, PART_TOKENS at most.
 
@@ -109,15 +115,16 @@ def cases(options: Options, facts: Facts, encode: Encode | None, part: str) -> l
 
 
 def _as_task(task: str, n: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A plain text in the columns of a task; what a task pairs it with is its neighbour."""
+    """A plain text in the columns of a task: asked about words of its own, answered by its beginning."""
     text, other = rows[n]["text"], rows[(n + 1) % len(rows)]["text"]
+    words = text.split()
     values: dict[str, Any] = {
         "text": text,
         "tokens": text.split() or [text],
-        "question": other[:60],
+        "question": " ".join(words[len(words) // 3 :][:6]) + "?",
         "context": text,
         "choices": [other[:80], text[:80]],
-        "target": other[:120],
+        "target": text[:120],
     }
     needed = [column for column in TASKS[task].columns if not column.startswith("[")]
     return {column: values[column] for column in needed}

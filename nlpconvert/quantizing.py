@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nlpconvert import host, integers, recipe, search, weight_search
+from nlpconvert import calibration, host, integers, recipe, search, weight_search
 from nlpconvert.artifact import Artifact, Made
 from nlpconvert.errors import ConversionError, UsageError
 from nlpconvert.recipe import Recipe
@@ -108,6 +108,8 @@ def _told(made: Recipe, score: Score, work: Work) -> list[str]:
         worst = ", ".join(layer.name for layer in sorted(back, key=lambda each: -each.drift)[:3])
         more = f" and {len(back) - 3} more" if len(back) > 3 else ""
         lines.append(f"{len(back)} of {len(made.layers)} layers stay in float32: {worst}{more}")
+    if work.options.data is None and not calibration.plain(work.facts.task):
+        lines.append(f"the shipped texts are not what a {work.facts.task} model is asked: --data gives it your own")
     if score.used > search.ROOM:
         lines.append(f"no mix stays in the tolerance with room to spare; the best found has {score.text}")
     return lines

@@ -23,6 +23,7 @@ from nlpconvert.errors import ConversionError
 from nlpconvert.integers import Preparation, Sample, Sampler
 from nlpconvert.recipe import Candidate, Layer, Recipe
 from nlpconvert.validators import parity, tolerance
+from nlpconvert.validators.margins import Margins
 from nlpconvert.validators.tolerance import Tolerance
 
 if TYPE_CHECKING:
@@ -36,9 +37,6 @@ ROOM = 0.7
 
 AVERAGE: Mapping[str, float] = {"int8": 0.1, "int4": 0.2}
 """How much closer the average has to be than the worst may be, for an embedding."""
-
-CLOSE = 0.1
-"""Relative difference that scores may have where a decision is what counts."""
 
 SAMPLE_TOKENS = 1024
 SAMPLE_BYTES = 2**30
@@ -97,15 +95,24 @@ class Bench:
         """Runs a file over `select` and holds it against the parent's answers. `base`: whose data file it reads."""
         self.tried += 1
         judge = parity.Judge(self.work.facts.outputs, self.scales, self.tolerances)
+        decided = {
+            row.name: Margins(row) for row in self.work.facts.outputs if self.tolerances[row.name].measure == "changed"
+        }
         session = self.open(path, base)
         try:
             for case in self.cases:
-                judge.add(case, self.answers[case.name], session.run(case.inputs))
+                given = session.run(case.inputs)
+                judge.add(case, self.answers[case.name], given)
+                for name, margins in decided.items():
+                    margins.add(case, self.answers[case.name][name], given[name])
         finally:
             session.close()
         found = judge.comparison()
         average = AVERAGE[self.work.row.precision]
-        used = max(_used(row, each, average) for row, each in zip(self.work.facts.outputs, found.outputs, strict=True))
+        used = max(
+            _used(row, each, average, decided[row.name].expected() if row.name in decided else 0.0)
+            for row, each in zip(self.work.facts.outputs, found.outputs, strict=True)
+        )
         energy = float(np.mean([each.relative_l2**2 for each in found.outputs]))
         worst = max(found.outputs, key=lambda each: each.tolerance.used(each.measured))
         return Score(float(used), energy, f"{worst.tolerance.measure} {worst.measured:.5g}")
@@ -132,11 +139,12 @@ class Bench:
         return time.perf_counter() > self.deadline
 
 
-def _used(row: OutputRow, found: OutputDiff, average: float) -> float:
+def _used(row: OutputRow, found: OutputDiff, average: float, changing: float) -> float:
     """Share of an output's tolerance that is used, with what a handful of texts cannot show.
 
     The worst of a hundred texts may be good by luck: an embedding's average has to be closer, by `average`, than its
-    worst may be. That no decision changed says little, and that one did says nothing: scores have to be close instead.
+    worst may be. That no decision changed says little, and that one did says nothing: the share that is `changing` by
+    the margins counts beside it.
     """
     if found.problems:
         return math.inf
@@ -145,7 +153,7 @@ def _used(row: OutputRow, found: OutputDiff, average: float) -> float:
         used = max(used, (1 - found.cosine.mean) / (average * (1 - found.tolerance.value)))
     if found.tolerance.measure == "changed" and found.decisions is not None:
         beyond_chance = max(found.decisions.changed - 1, 0) / max(found.decisions.count, 1)
-        used = max(found.tolerance.used(beyond_chance), found.relative_l2 / CLOSE)
+        used = found.tolerance.used(max(beyond_chance, changing))
     return used
 
 
