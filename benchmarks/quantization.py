@@ -48,6 +48,8 @@ class Encoder:
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
+        # Several sessions take turns: one whose threads still spin would slow the next one down.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if threads is not None:
             options.intra_op_num_threads = threads
         self.session = onnxruntime.InferenceSession(
