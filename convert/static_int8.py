@@ -14,6 +14,7 @@ import onnx_ir
 
 from nlpconvert import integers
 from nlpconvert.convert import linear, onnx_graph
+from nlpconvert.convert.rewriting import Rewriting
 from nlpconvert.errors import ConversionError, UsageError
 from nlpconvert.integers import Preparation
 from nlpconvert.recipe import Recipe
@@ -33,11 +34,12 @@ def rewrite_exactly(graph: onnx_ir.Graph, recipe: Recipe) -> None:
     Rewriter(graph, recipe, exact=True).run()
 
 
-class Rewriter:
+class Rewriter(Rewriting):
     """One rewrite of one graph."""
 
     def __init__(self, graph: onnx_ir.Graph, recipe: Recipe, exact: bool = False) -> None:
-        self.graph, self.recipe, self.exact = graph, recipe, exact
+        super().__init__(graph)
+        self.recipe, self.exact = recipe, exact
         unsigned = recipe.activation == "uint8"
         self.zero = np.array(128, np.uint8) if unsigned else np.array(0, np.int8)
         self.scope = ""
@@ -69,10 +71,10 @@ class Rewriter:
         read = {id(node.inputs[0]) for weight in chosen for node in weight.nodes}
         done: dict[str, tuple[onnx_ir.Value, onnx_ir.Value | None]] = {}
         base = site.name
-        shift = self._constant(f"{base}.shift", prepared.shift)
-        multiplier = self._constant(f"{base}.multiplier", prepared.multiplier)
-        scale = self._constant(f"{base}.input_scale", np.array(prepared.scale, np.float32))
-        zero = self._constant(f"{base}.input_zero_point", self.zero)
+        shift = self.constant(f"{base}.shift", prepared.shift)
+        multiplier = self.constant(f"{base}.multiplier", prepared.multiplier)
+        scale = self.constant(f"{base}.input_scale", np.array(prepared.scale, np.float32))
+        zero = self.constant(f"{base}.input_zero_point", self.zero)
         for value in site.inputs:
             if id(value) not in read:
                 continue
@@ -94,7 +96,7 @@ class Rewriter:
                 rounded = self._add(before, "DequantizeLinear", [whole, scale, zero], value)
             apart = None
             if prepared.outliers:
-                index = self._constant(f"{base}.outliers", np.array(prepared.outliers, np.int64))
+                index = self.constant(f"{base}.outliers", np.array(prepared.outliers, np.int64))
                 apart = self._add(before, "Gather", [value, index], None, axis=-1)
             assert value.name is not None
             done[value.name] = (rounded, apart)
@@ -115,19 +117,19 @@ class Rewriter:
         base = weight.value.name or weight.name
         float_or_whole: Callable[[onnx_ir.Node], onnx_ir.Value]
         if self.exact:
-            constant = self._constant(f"{base}.folded", inner)
+            constant = self.constant(f"{base}.folded", inner)
             float_or_whole = lambda node: constant  # noqa: E731
         else:
             whole, scales = integers.round_weight(inner, self.recipe.largest)
-            stored = self._constant(f"{base}.int8", whole)
-            scale = self._constant(f"{base}.scale", scales)
-            zero = self._constant(f"{base}.zero_point", np.zeros(len(scales), np.int8))
+            stored = self.constant(f"{base}.int8", whole)
+            scale = self.constant(f"{base}.scale", scales)
+            zero = self.constant(f"{base}.zero_point", np.zeros(len(scales), np.int8))
             float_or_whole = lambda node: self._add(  # noqa: E731
                 node, "DequantizeLinear", [stored, scale, zero], None, axis=1
             )
         apart = None
         if prepared.outliers:
-            apart = self._constant(f"{base}.outliers", np.ascontiguousarray(array[list(prepared.outliers)]))
+            apart = self.constant(f"{base}.outliers", np.ascontiguousarray(array[list(prepared.outliers)]))
         offset = (prepared.shift @ array).astype(np.float32)
         correction = self.recipe.layer(weight.name).bias
         if correction is not None and not self.exact:
@@ -168,7 +170,7 @@ class Rewriter:
             return
         else:
             assert old is not None
-            user.replace_input_with(index, self._constant(f"{old.name}.shifted", bias))
+            user.replace_input_with(index, self.constant(f"{old.name}.shifted", bias))
         self._replace(node, product)
 
     def _by_subtraction(self, node: onnx_ir.Node) -> bool:
@@ -184,7 +186,7 @@ class Rewriter:
     def _biased(self, node: onnx_ir.Node, product: onnx_ir.Value, name: str, bias: np.ndarray) -> onnx_ir.Value:
         """The product with a bias, before `node`, whose output has the same shape."""
         kind, bias = ("Sub", -bias) if self._by_subtraction(node) else ("Add", bias)
-        return self._add(node, kind, [product, self._constant(name, bias)], node.outputs[0])
+        return self._add(node, kind, [product, self.constant(name, bias)], node.outputs[0])
 
     def _replace(self, node: onnx_ir.Node, value: onnx_ir.Value) -> None:
         """`value` in the place and under the name of what `node` gave; the node goes."""
@@ -195,20 +197,6 @@ class Rewriter:
         value.name = named
 
     # -- small things -------------------------------------------------------------------------------------------------
-
-    def _constant(self, name: str, array: np.ndarray) -> onnx_ir.Value:
-        array = np.ascontiguousarray(array) if array.ndim else array
-        if array.dtype == np.float32 and not np.isfinite(array).all():
-            raise ConversionError(f"{name} is not finite: the activations it comes from are not")
-        unique, number = name, 1
-        while unique in self.graph.initializers:
-            number += 1
-            unique = f"{name}.{number}"
-        value = onnx_ir.Value(name=unique, const_value=onnx_ir.tensor(array, name=unique))
-        value.shape = onnx_ir.Shape(array.shape)
-        value.type = onnx_ir.TensorType(onnx_ir.DataType.from_numpy(array.dtype))
-        self.graph.register_initializer(value)
-        return value
 
     def _add(
         self,

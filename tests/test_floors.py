@@ -185,7 +185,7 @@ ROOMS: tuple[Room, ...] = (
         "convert/static_int8.py",
         2,
         _set("onnx_ir"),
-        rooms=_set("nlpconvert.convert.linear nlpconvert.convert.onnx_graph"),
+        rooms=_set("nlpconvert.convert.linear nlpconvert.convert.onnx_graph nlpconvert.convert.rewriting"),
         bars=_NO_JUDGE,
     ),
     Room(
