@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nlpconvert import disk, host, integers, quantizing, recipe, search
+from nlpconvert import disk, quantizing, recipe, search
 from nlpconvert.artifact import Artifact, Made
 from nlpconvert.errors import ConversionError, NlpconvertError, UsageError, first_line
 from nlpconvert.recipe import Candidate, Recipe
@@ -59,7 +59,7 @@ def int8(work: Work) -> Made:
             if made.step != work.row.name:
                 raise UsageError(f"{options.recipe} is a recipe for {made.step}, not for {work.row.name}")
             base = _graphs(work, scratch)[made.base] if made.base != PLAIN else work.above
-            return write(work, made, base, [])
+            return quantizing.write_made(work, made, base, [])
         started = time.perf_counter()
         bench = Bench(work, work.above, scratch, started + options.search_budget)
         graphs = _graphs(work, scratch)
@@ -75,13 +75,7 @@ def int8(work: Work) -> Made:
             candidates=table,
             search={
                 **chosen.made.search,
-                "seconds": round(time.perf_counter() - started, 1),
-                "evaluations": bench.tried,
-                "budget_seconds": options.search_budget,
-                "late": bench.late,
-                "room": search.ROOM,
-                "tolerances": {name: each.text for name, each in bench.tolerances.items()},
-                "select_cases": len(bench.cases),
+                **quantizing.search_facts(bench, started),
                 "not_made": failed,
             },
         )
@@ -92,14 +86,9 @@ def int8(work: Work) -> Made:
             notes.append(f"no candidate stays in the tolerance; the best found has {chosen.score.text}")
         if latencies[chosen.name] >= 1:
             notes.append(f"it is not faster than float32 on this processor ({latencies[chosen.name]:.2f} times)")
-        return write(work, made, chosen.base, notes)
+        return quantizing.write_made(work, made, chosen.base, notes)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def write(work: Work, made: Recipe, base: Artifact, notes: Sequence[str]) -> Made:
-    """The recipe applied to its graph, as the step's file."""
-    return quantizing.write_made(work, made, base, notes)
 
 
 # ---- candidates -----------------------------------------------------------------------------------------------------
@@ -127,8 +116,8 @@ def _recipes(bench: Bench, method: str | None) -> dict[str, Recipe]:
     """What was found for each method on the plain graph; layers have the same names in the fused one."""
     found: dict[str, Recipe] = {}
     if method in (None, "static"):
-        largest = integers.INT8 if host.exact_int8() else integers.SATURATING
-        found["static"] = search.Static(bench, activation="uint8", largest=largest).search()[0]
+        looked = search.Static(bench, activation="uint8", largest=quantizing.largest_weight())
+        found["static"] = looked.search()[0]
     if method in (None, "weight-only"):
         found["weight-only, 8 bit"] = quantizing.weight_only_candidate(bench)[0]
     if method == "dynamic":

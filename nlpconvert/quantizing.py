@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,20 +31,13 @@ def qdq(work: Work) -> Made:
 
     ConversionError where no layer can be quantized, UsageError for a recipe that is another step's or another model's.
     """
-    scratch = work.new / ".scratch"
-    try:
-        if work.options.recipe is not None:
-            made, notes = _replayed(work, "static"), []
-        else:
-            started = time.perf_counter()
-            bench = search.Bench(work, work.above, scratch, started + work.options.search_budget)
-            looked = search.Static(bench, activation="int8", largest=integers.INT8)
-            made, score = looked.search()
-            notes = _told(made, score, work)
-            made = replace(made, search={**search_facts(bench, started), "rewrite_moves": looked.exact})
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return write_made(work, made, work.above, notes)
+
+    def look(bench: Bench) -> tuple[Recipe, Score]:
+        looked = search.Static(bench, activation="int8", largest=integers.INT8)
+        made, score = looked.search()
+        return replace(made, search={"rewrite_moves": looked.exact}), score
+
+    return _replayed_or_searched(work, "static", look)
 
 
 def int4(work: Work) -> Made:
@@ -52,16 +45,22 @@ def int4(work: Work) -> Made:
 
     ConversionError where no layer can be quantized, UsageError for a recipe that is another step's or another model's.
     """
+    return _replayed_or_searched(work, "weight-only", lambda bench: weight_search.WeightOnly(bench, bits=4).search())
+
+
+def _replayed_or_searched(work: Work, kind: str, look: Callable[[Bench], tuple[Recipe, Score]]) -> Made:
+    """The step by the recipe that was given, else by what `look` finds; trials are written beside it and removed."""
     scratch = work.new / ".scratch"
+    notes: list[str] = []
     try:
         if work.options.recipe is not None:
-            made, notes = _replayed(work, "weight-only"), []
+            made = _replayed(work, kind)
         else:
             started = time.perf_counter()
             bench = search.Bench(work, work.above, scratch, started + work.options.search_budget)
-            made, score = weight_search.WeightOnly(bench, bits=4).search()
+            made, score = look(bench)
             notes = _told(made, score, work)
-            made = replace(made, search=search_facts(bench, started))
+            made = replace(made, search={**search_facts(bench, started), **made.search})
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return write_made(work, made, work.above, notes)
@@ -74,8 +73,12 @@ def weight_only_candidate(bench: Bench) -> tuple[Recipe, Score]:
 
 def dynamic_candidate(bench: Bench) -> tuple[Recipe, Score]:
     """Dynamic int8, and how far that is from float32 in the batches of the select part."""
-    largest = integers.INT8 if host.exact_int8() else integers.SATURATING
-    return weight_search.Dynamic(bench, largest=largest).search()
+    return weight_search.Dynamic(bench, largest=largest_weight()).search()
+
+
+def largest_weight() -> int:
+    """The largest integer of a weight on this processor: 7 bits where products of full-range ones saturate."""
+    return integers.INT8 if host.exact_int8() else integers.SATURATING
 
 
 def search_facts(bench: Bench, started: float) -> dict[str, Any]:
