@@ -59,9 +59,13 @@ Force = Annotated[bool, typer.Option("--force", help="Replace a step that exists
 Data = Annotated[Path | None, typer.Option(help="Your own text as well: .txt, .jsonl or .csv.")]
 Columns = Annotated[str, typer.Option(help="Names of your columns: text=body,label=y.")]
 Tolerance = Annotated[
-    list[str] | None, typer.Option(help='"cosine>=0.995", "changed<=0.5%", "kl<=0.02", "abs<=1e-3" or "rel<=1e-3".')
+    list[str] | None,
+    typer.Option(help='"cosine>=0.995", "changed<=0.5%", "kl<=0.02", "abs<=1e-3", "rel<=1e-3" or "noise<=10".'),
 ]
 Budget = Annotated[int, typer.Option(min=1, help="MB of reference answers to keep.")]
+MaxMemory = Annotated[
+    float, typer.Option(min=0, help="GB that the reference may take in float64; past it, layer by layer.")
+]
 MissingWeights = Annotated[
     bool, typer.Option("--allow-missing-weights", help="Accept weights that were never trained.")
 ]
@@ -122,6 +126,8 @@ def _options(
         raise UsageError('--tolerance is empty; write for example "cosine>=0.995", or leave it out')
     if golden_budget is not None:
         given["golden_budget"] = golden_budget * 2**20
+    if "max_memory" in given:
+        given["max_memory"] = max(int(given["max_memory"] * 10**9), 1)
     return Options(columns=columns, tolerance=",".join(tolerance or ()), **given)
 
 
@@ -144,6 +150,7 @@ def run(
     columns: Columns = "",
     tolerance: Tolerance = None,
     golden_budget: Budget = 32,
+    max_memory: MaxMemory = 4.0,
     allow_missing_weights: MissingWeights = False,
     trust_remote_code: RemoteCode = False,
     method: Method = "trace",
@@ -183,6 +190,7 @@ def torchscript(
     columns: Columns = "",
     tolerance: Tolerance = None,
     golden_budget: Budget = 32,
+    max_memory: MaxMemory = 4.0,
     allow_missing_weights: MissingWeights = False,
     trust_remote_code: RemoteCode = False,
     allow_unverified: AllowUnverified = "",
@@ -219,6 +227,7 @@ def onnx(
     columns: Columns = "",
     tolerance: Tolerance = None,
     golden_budget: Budget = 32,
+    max_memory: MaxMemory = 4.0,
     allow_missing_weights: MissingWeights = False,
     trust_remote_code: RemoteCode = False,
     allow_unverified: AllowUnverified = "",
@@ -268,6 +277,7 @@ def trt(
     columns: Columns = "",
     tolerance: Tolerance = None,
     golden_budget: Budget = 32,
+    max_memory: MaxMemory = 4.0,
     allow_missing_weights: MissingWeights = False,
     trust_remote_code: RemoteCode = False,
     allow_unverified: AllowUnverified = "",

@@ -22,7 +22,7 @@ import numpy as np
 
 from nlpconvert import disk
 from nlpconvert.errors import DriftError, UsageError
-from nlpconvert.inputs import Case, Twin
+from nlpconvert.inputs import KINDS, Case, Twin
 from nlpconvert.models import AXIS_MASK, OutputRow
 
 DEFAULT_BUDGET = 64 << 20
@@ -226,7 +226,7 @@ def write(directory: Path, cases: Sequence[Case], answers: Mapping[str, Answers]
                 "about": case.about,
                 "from_data": case.from_data,
                 "truncated": case.truncated,
-                "twins": [[twin.row, twin.case, twin.other_row] for twin in case.twins],
+                "twins": [[twin.row, twin.case, twin.other_row, twin.kind] for twin in case.twins],
                 "inputs": list(case.inputs),
                 "outputs": {
                     name: {"shape": list(reference.shape), "sampled": reference.index is not None}
@@ -266,6 +266,13 @@ def _reference(array: np.ndarray, shape: tuple[int, ...], index: np.ndarray | No
     return Reference(array, shape, index)
 
 
+def _twin(row: Any, case: Any, other_row: Any, kind: Any = "company") -> Twin:
+    """A twin as it was written; older goldens do not say of which kind it is. ValueError for another kind."""
+    if kind not in KINDS:
+        raise ValueError(f"a twin of the kind {kind!r}")
+    return Twin(int(row), str(case), int(other_row), kind)
+
+
 def read(directory: Path) -> tuple[list[Case], dict[str, Answers]]:
     """The cases in order and the answers by case, as they were written. Nothing is trusted: the files may be anyone's.
 
@@ -285,7 +292,7 @@ def read(directory: Path) -> tuple[list[Case], dict[str, Answers]]:
         for word in words["cases"]:
             name = str(word["name"])
             of_case = {key: inputs.pop(f"{name}/{key}") for key in word["inputs"]}
-            twins = tuple(Twin(int(row), str(other), int(other_row)) for row, other, other_row in word["twins"])
+            twins = tuple(_twin(*said) for said in word["twins"])
             cases.append(
                 Case(name, of_case, str(word["about"]), twins, bool(word["from_data"]), int(word["truncated"]))
             )

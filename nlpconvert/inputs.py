@@ -25,11 +25,25 @@ ROW_CAP = 4096
 
 @dataclass(frozen=True)
 class Twin:
-    """The same text stands in another case: row `row` here is row `other_row` of case `case`."""
+    """The same text stands elsewhere: row `row` here is row `other_row` of case `case` (which may be this one).
+
+    `kind` says what is different there, and so what must not matter: one of KINDS.
+    """
 
     row: int
     case: str
     other_row: int
+    kind: str = "company"
+
+
+KINDS: dict[str, str] = {
+    "company": "row alone or in company",
+    "identical": "identical rows",
+    "permuted": "rows in another order",
+    "padding": "more padding at the right",
+    "padding-left": "padding at the left",
+    "repeat": "a second run",
+}
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,19 @@ import contextlib
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nlpconvert import golden, host, manifest, models, profiles, reference
+from nlpconvert import golden, host, inputs, manifest, models, profiles, reference
 from nlpconvert.artifact import Artifact, Outcome, TensorSpec
 from nlpconvert.backends import Session
 from nlpconvert.errors import CannotRunHere, DriftError, MissingPackage, OutOfProfile, UsageError, first_line
 from nlpconvert.golden import Answers
-from nlpconvert.inputs import Case, case_tokens
+from nlpconvert.inputs import Case, case_axes, case_tokens
 from nlpconvert.manifest import Manifest
 from nlpconvert.models import OutputRow
+from nlpconvert.noise import floors
 from nlpconvert.plan import Options
 from nlpconvert.progress import Progress
 from nlpconvert.validators import compute, parity, rows, structure, tolerance
@@ -55,18 +56,64 @@ class Probes:
     answers: Mapping[str, Answers]
     not_applicable: Mapping[str, str]
     sha256: str
+    noise: Mapping[str, float] = field(default_factory=dict)
+    """The reference's noise floor by output, in the unit of `rel`; empty where it was not measured."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What was asked for: tolerances for all, and those that one output or one case has for itself."""
+
+    given: Sequence[Tolerance] = ()
+    outputs: Mapping[str, Tolerance] = field(default_factory=dict)
+    cases: Mapping[str, Sequence[Tolerance]] = field(default_factory=dict)
+
+    def choose(
+        self, outputs: Sequence[OutputRow], precision: str, provider: str, noise: Mapping[str, float]
+    ) -> dict[str, Tolerance]:
+        """One for each output. UsageError as `tolerance.choose` has it."""
+        rest = [output for output in outputs if output.name not in self.outputs]
+        chosen = tolerance.choose(self.given, rest, precision, provider, noise) if rest or self.given else {}
+        for output in outputs:
+            if output.name in self.outputs:
+                own = [self.outputs[output.name]]
+                chosen |= tolerance.choose(own, [replace(output, secondary=False)], precision, provider, noise)
+        return chosen
+
+    def of_cases(
+        self,
+        names: Sequence[str],
+        outputs: Sequence[OutputRow],
+        precision: str,
+        provider: str,
+        noise: Mapping[str, float],
+    ) -> dict[str, dict[str, Tolerance]]:
+        """By case and output, of the cases among `names` that have tolerances of their own."""
+        return {
+            name: replace(self, given=own, outputs={}).choose(outputs, precision, provider, noise)
+            for name, own in self.cases.items()
+            if name in names
+        }
 
 
 def stored_probes(record: Manifest, out: Path, names: Sequence[str] | None = None) -> Probes:
-    """The goldens of `out`, all or those named. UsageError for a name that is not there."""
+    """The goldens of `out`, all or those named.
+
+    UsageError for a name that is not there, DriftError where they are not the cases that the manifest is about.
+    """
     cases, answers = golden.read(out / manifest.GOLDEN)
+    if inputs.cases_sha256(cases) != record.golden.probe_sha256:
+        raise DriftError(
+            f"{out / manifest.GOLDEN} does not hold the cases that {manifest.FILE} is about (their hash differs); "
+            "restore both"
+        )
     if names is not None:
         known = {case.name for case in cases}
         unknown = [name for name in names if name not in known]
         if unknown:
             raise UsageError(f"there is no case {unknown[0]!r} in {out}; there are {', '.join(sorted(known))}")
         cases = [case for case in cases if case.name in names]
-    return Probes(cases, answers, record.golden.not_applicable, record.golden.probe_sha256)
+    return Probes(cases, answers, record.golden.not_applicable, record.golden.probe_sha256, floors(record.golden.noise))
 
 
 def open_artifact(artifact: Artifact, options: Options) -> Session:
@@ -89,7 +136,7 @@ def judged(
     outcome: Outcome,
     record: Manifest,
     probes: Probes,
-    given: Sequence[Tolerance],
+    given: Sequence[Tolerance] | Bounds,
     options: Options,
     progress: Progress,
     parent: Artifact | None = None,
@@ -126,7 +173,7 @@ def judge(
     artifact: Artifact,
     outputs: Sequence[OutputRow],
     probes: Probes,
-    given: Sequence[Tolerance],
+    given: Sequence[Tolerance] | Bounds,
     progress: Progress,
     parent: Session | None = None,
 ) -> tuple[bool, dict[str, Any], tuple[Tolerance, ...]]:
@@ -136,11 +183,15 @@ def judge(
     profile is named and not compared. Inputs and outputs that are not what they should be count, whatever the numbers.
     """
     scales = parity.scales(outputs, probes.cases, probes.answers)
-    tolerances = tolerance.choose(given, outputs, artifact.precision, session.provider)
-    compared = parity.Judge(outputs, scales, tolerances)
-    step_alone = parity.Judge(outputs, scales, tolerances)
-    companions = rows.Rows(probes.cases, outputs, scales)
+    bounds = given if isinstance(given, Bounds) else Bounds(given)
+    kind = (artifact.precision, session.provider, probes.noise)
+    tolerances = bounds.choose(outputs, *kind)
+    apart = bounds.of_cases([case.name for case in probes.cases], outputs, *kind)
+    compared = parity.Judge(outputs, scales, tolerances, probes.noise, apart)
+    step_alone = parity.Judge(outputs, scales, tolerances, probes.noise)
+    companions = rows.Rows(probes.cases, outputs, scales, probes.noise)
     tokens = 0
+    repeats = 1
     progress.start("verify", len(probes.cases))
     for case in probes.cases:
         progress.advance()
@@ -159,6 +210,10 @@ def judge(
         tokens += case_tokens(case)
         compared.add(case, probes.answers[case.name], answers)
         companions.add(case, answers, probes.answers[case.name])
+        if repeats and case_axes(case)["batch"] > 1:
+            repeats -= 1
+            with contextlib.suppress(Exception):  # a second run that fails tells nothing of the first
+                companions.again(case, answers, session.run(case.inputs), probes.answers[case.name])
         if parent is not None:
             try:
                 before = parent.run(case.inputs)
@@ -171,16 +226,20 @@ def judge(
     products = compute.count(artifact.path) if artifact.format == "onnx" else None
     if products is not None:
         problems += compute.problems(products, artifact.precision)
+    invariances = companions.report()
+    if artifact.precision == "float32":
+        problems += invariances.broken()
     verdict: dict[str, Any] = {
         "comparison": comparison.to_dict(),
         "structure": problems,
-        "rows": companions.report().to_dict(),
+        "rows": invariances.to_dict(),
         "provider": session.provider,
         "precision": session.precision,
         "products": None if products is None else products.to_dict(),
         "cases": comparison.cases,
         "tokens": tokens,
         "probe_sha256": probes.sha256,
+        "noise": dict(probes.noise),
         "versions": host.versions(),
         "host": host.host_facts(),
     }

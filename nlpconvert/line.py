@@ -25,7 +25,9 @@ from nlpconvert.plan import Options
 from nlpconvert.progress import Progress, captured
 
 if TYPE_CHECKING:
-    from nlpconvert.inputs import Encode
+    from nlpconvert.inputs import Case, Encode
+    from nlpconvert.noise import Noise
+    from nlpconvert.reference import Asked
     from nlpconvert.source import Loaded
     from nlpconvert.validators.tolerance import Tolerance
 
@@ -120,7 +122,7 @@ class Line:
 
     def _reference(self, record: Manifest | None, loaded: Loaded, rows: Sequence[Step]) -> tuple[Manifest, Probes]:
         """The goldens: those that lie there where they fit, else asked of PyTorch now, before any exporter."""
-        from nlpconvert import calibration, forward, golden, inputs, probes, reference
+        from nlpconvert import calibration, forward, golden, inputs, noise, probes, reference
 
         facts = loaded.facts
         kept_well = record is not None and not manifest.tampered(record, manifest.GOLDEN, self.out)
@@ -149,17 +151,36 @@ class Line:
                 self.options.golden_budget,
                 self.progress,
             )
+            floor = self._noise(loaded, cases, asked)
         for note in asked.notes:
             self.progress.line(note)
         with disk.building(self.out, manifest.GOLDEN) as new:
             golden.write(new, cases, asked.answers)
             files = disk.hash_tree(new)
             disk.replace_directory(new, self.out / manifest.GOLDEN)
-        kept = manifest.Golden(files, tuple(golden.describe(cases, asked.answers)), digest, asked.not_applicable)
+        kept = manifest.Golden(
+            files, tuple(golden.describe(cases, asked.answers)), digest, asked.not_applicable, floor.to_dict()
+        )
         fresh = Manifest(loaded.description, asdict(facts), kept)
         if record is not None:
             fresh = replace(fresh, steps=record.steps, created=record.created)
-        return fresh, Probes(cases, asked.answers, asked.not_applicable, digest)
+        return fresh, Probes(cases, asked.answers, asked.not_applicable, digest, noise.floors(kept.noise))
+
+    def _noise(self, loaded: Loaded, cases: Sequence[Case], asked: Asked) -> Noise:
+        """The reference in float64, or layer by layer where twice its weights are more than --max-memory."""
+        from nlpconvert import calibration, exact, forward, noise
+
+        by_layer = 2 * loaded.parameter_bytes > self.options.max_memory
+        arithmetic = exact.float64_by_layer if by_layer else exact.float64
+        return noise.measure(
+            lambda batch: forward.call(loaded.module, batch),
+            [case for case in cases if not calibration.is_shipped(case)],
+            asked.answers,
+            loaded.facts.outputs,
+            loaded.parameter_bytes // 4,
+            noise.Arithmetics(lambda: arithmetic(loaded.module), exact.other_threads, by_layer),
+            self.progress,
+        )
 
     # -- the steps ----------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,9 @@ from nlpconvert.errors import UsageError
 
 FILE = "nlpconvert.json"
 GOLDEN = "golden"
-SCHEMA = 1
+SCHEMA = 2
+"""2 added `golden.noise`."""
+OLDEST = 1
 
 T = TypeVar("T")
 _SLUG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -42,6 +44,8 @@ class Golden:
     probe_sha256: str = ""
     not_applicable: Mapping[str, str] = field(default_factory=dict)
     """Case name to why PyTorch itself cannot answer it."""
+    noise: Mapping[str, Any] = field(default_factory=dict)
+    """The reference's noise floor, as `noise.Noise.to_dict` has it; empty where it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,7 @@ class Manifest:
                 "cases": self.golden.cases,
                 "probe_sha256": self.golden.probe_sha256,
                 "not_applicable": self.golden.not_applicable,
+                "noise": self.golden.noise,
             },
             "host": self.host,
             "versions": self.versions,
@@ -333,7 +338,7 @@ def from_json(data: Any, at: str = "manifest") -> Manifest:
             f"{at} was made by a newer nlpconvert ({made_with}, schema {schema}; this is {nlpconvert.__version__}, "
             f"schema {SCHEMA}); upgrade nlpconvert"
         )
-    if schema < SCHEMA:
+    if schema < OLDEST:
         raise UsageError(
             f"{at} was made by an older nlpconvert ({made_with}, schema {schema}; this is {nlpconvert.__version__}, "
             f"schema {SCHEMA}); run the conversion again into a new directory, or use that version"
@@ -362,6 +367,7 @@ def from_json(data: Any, at: str = "manifest") -> Manifest:
             ),
             probe_sha256=_get(golden, "probe_sha256", str, f"{at}.golden"),
             not_applicable=_texts(golden, "not_applicable", f"{at}.golden"),
+            noise=_noise(golden, f"{at}.golden") if schema > 1 else {},
         ),
         host=_get(data, "host", dict, at),
         versions=_texts(data, "versions", at),
@@ -369,6 +375,33 @@ def from_json(data: Any, at: str = "manifest") -> Manifest:
         nlpconvert=made_with,
         created=_get(data, "created", str, at),
     )
+
+
+def _noise(golden: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """`golden.noise`: empty, or by output numbers from 0 to below 1."""
+    noise = _get(golden, "noise", dict, at)
+    if not noise:
+        return {}
+    for name, found in _get(noise, "outputs", dict, f"{at}.noise").items():
+        for part, value in _typed(found, dict, f"{at}.noise.outputs.{name}").items():
+            if not 0 <= _typed(value, float, f"{at}.noise.outputs.{name}.{part}") < 1:
+                raise UsageError(f"{at}.noise.outputs.{name}.{part} is {value}: noise is from 0 to below 1")
+        _get(found, "floor", float, f"{at}.noise.outputs.{name}")
+    _get(noise, "float64", str, f"{at}.noise")
+    return noise
+
+
+def broken_chain(manifest: Manifest, step: str) -> str:
+    """Why a step's record does not follow from the one it was made from, in one sentence; "" when it does."""
+    made = manifest.record(step).outcome.artifact
+    if made is None:
+        return ""
+    if made.parent == "source":
+        above = manifest.source_sha256
+    else:
+        parent = manifest.steps.get(made.parent)
+        above = "" if parent is None or parent.outcome.artifact is None else parent.outcome.artifact.sha256
+    return "" if above == made.parent_sha256 else f"{step} was made from another {made.parent} than the one recorded"
 
 
 def read(out: Path) -> Manifest:
@@ -437,12 +470,7 @@ def reasons_to_rebuild(manifest: Manifest, step: str, out: Path) -> list[str]:
     if made is None:
         return [f"{step} was not made: {record.outcome.status}"]
     reasons = [f"{made.parent}, from which {step} was made, has been replaced since"] if record.stale else []
-    if made.parent == "source":
-        parent_sha256 = manifest.source_sha256
-    else:
-        parent = manifest.steps.get(made.parent)
-        parent_made = parent.outcome.artifact if parent is not None else None
-        parent_sha256 = parent_made.sha256 if parent_made is not None else ""
-    if not record.stale and parent_sha256 != made.parent_sha256:
-        reasons.append(f"{step} was made from another {made.parent} than the one recorded")
+    broken = broken_chain(manifest, step)
+    if broken and not record.stale:
+        reasons.append(broken)
     return reasons + tampered(manifest, step, out)

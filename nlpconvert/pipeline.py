@@ -132,6 +132,9 @@ def _reverify(
         reason = f"{'; '.join(changed[:3])}{more} since it was verified; it was not opened"
         return replace(outcome, status="drift", reason=reason)
     above = kept.artifact.parent
+    broken = "" if record.record(step).stale else manifest.broken_chain(record, step)
+    if broken:
+        return replace(outcome, status="drift", reason=f"{broken}; it was not opened")
     if record.record(step).stale:
         reason = f"it is stale: {above}, from which it was made, was replaced since"
         return replace(outcome, status="drift", reason=reason)
@@ -156,4 +159,4 @@ def _given(record: Manifest, step: str) -> Sequence[Tolerance]:
         kept = [Tolerance.from_dict(each) for each in record.record(step).tolerances]
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"the manifest's tolerances of {step} cannot be read ({error}); give --tolerance") from error
-    return list(dict.fromkeys(each for each in kept if each.given))
+    return list(dict.fromkeys(each.asked() for each in kept if each.given))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 DEFAULT_STEPS = ("torchscript", "onnx", "trt")
 DEFAULT_BUDGET = 32 * 2**20
+DEFAULT_MEMORY = 4 * 10**9
 
 # What must be importable to make a step, beside what its parents need; the extra that brings it is the step's own.
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -40,7 +41,8 @@ class Options:
     """Everything that can be chosen. Every field has the default of the command line.
 
     `columns` ("text=body") and `tolerance` ("cosine>=0.995,changed<=0.5%") are as the flags take them; no tolerance
-    means the table's defaults. `golden_budget` is in bytes, `workspace` in MiB. `minimum`, `optimum`, `maximum` are
+    means the table's defaults. `golden_budget` is in bytes, as is `max_memory` (what the reference may take to be asked
+    in float64), `workspace` in MiB. `minimum`, `optimum`, `maximum` are
     the profile ("1x1", "8x128", "32x512"). `optimize` is what `onnx-optimized` is fused for, `int8_method` one of
     INT8_METHODS (None: the fastest that stays in the budget), `search_budget` in seconds, `recipe` a file to replay.
     """
@@ -56,6 +58,7 @@ class Options:
     columns: str = ""
     tolerance: str = ""
     golden_budget: int = DEFAULT_BUDGET
+    max_memory: int = DEFAULT_MEMORY
     allow_missing_weights: bool = False
     trust_remote_code: bool = False
     method: str = "trace"
@@ -103,6 +106,8 @@ def check_words(options: Options) -> tuple[Tolerance, ...]:
         raise UsageError(f"--recipe {options.recipe}: no such file")
     if options.golden_budget < 1:
         raise UsageError(f"a golden budget of {options.golden_budget} bytes: at least 1")
+    if options.max_memory < 1:
+        raise UsageError(f"--max-memory {options.max_memory} bytes: at least 1")
     if options.columns and options.data is None:
         raise UsageError("--columns renames columns of --data, and no --data is given")
     if options.data is not None and not options.data.exists():
@@ -205,4 +210,5 @@ def check_rows(rows: Sequence[Step], options: Options, facts: Facts, tolerances:
             raise UsageError(f"--method {options.method} is not one of {', '.join(torchscript.METHODS)}")
     for row in rows:
         provider = {"torchscript": options.device, "onnx": options.provider}.get(row.format, "tensorrt")
-        tolerance.choose(tolerances, facts.outputs, row.precision, provider)
+        any_noise = dict.fromkeys((output.name for output in facts.outputs), tolerance.LEAST_NOISE)
+        tolerance.choose(tolerances, facts.outputs, row.precision, provider, any_noise)

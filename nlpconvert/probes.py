@@ -201,17 +201,19 @@ def _company(kit: _Kit) -> Iterator[Case]:
     text = kit.item(kit.of("en", kit.seed), max(min(24, limit // 2), 1), target=5)
     twin = (Twin(0, "alone", 0),)
     yield _case(kit, "alone", "one short English text, batch 1", [text])
-    rows = [Twin(r, "alone", 0) for r in range(3)]
+    rows = [Twin(r, "alone", 0) for r in range(3)] + [Twin(r, "identical", 0, "identical") for r in (1, 2)]
     yield _case(kit, "identical", "the same text in all of three rows", [text] * 3, twins=rows)
     if not kit.masked:
         return  # without a mask padding is text, and the answer may depend on it
     companion = kit.exact(min(129, limit), 4, target=17)
     yield _case(kit, "with-long", "the same text beside a much longer one", [text, companion], twins=twin)
     size = min(max(len(row.ids) for row in text.rows) + 40, limit)
-    yield _case(kit, "extra-padding", "the same text with padding at the right", [text], length=size, twins=twin)
-    if kit.facts.positions == "mask":
-        about = "the same text with padding at the left"
-        yield _case(kit, "extra-padding-left", about, [text], length=size, left=True, twins=twin)
+    more = (Twin(0, "alone", 0, "padding"),)
+    yield _case(kit, "extra-padding", "the same text with padding at the right", [text], length=size, twins=more)
+    # Absolute positions move under padding at the left: then the reference moves too, and it is the model's own.
+    more = (Twin(0, "alone", 0, "padding-left"),)
+    about = "the same text with padding at the left"
+    yield _case(kit, "extra-padding-left", about, [text], length=size, left=True, twins=more)
 
 
 def _longest(kit: _Kit) -> Iterator[Case]:
@@ -226,9 +228,10 @@ def _longest(kit: _Kit) -> Iterator[Case]:
 def _padding(kit: _Kit) -> Iterator[Case]:
     """Rules 2 and 3: padding at the right, at the left and with holes; a row without any token; empty texts."""
     limit = kit.texts.limit
-    yield _case(
-        kit, "right-padded", "three lengths, padded at the right", kit.batch(_upto(limit, 9, 5, 2), 0, choices=3)
-    )
+    items = kit.batch(_upto(limit, 9, 5, 2), 0, choices=3)
+    yield _case(kit, "right-padded", "three lengths, padded at the right", items)
+    moved = [Twin(row, "right-padded", 2 - row, "permuted") for row in range(3)]
+    yield _case(kit, "permuted", "the same rows in another order", items[::-1], twins=moved)
     yield _case(
         kit, "left-padded", "four lengths, padded at the left", kit.batch(_upto(limit, 23, 11, 3, 1), 1), left=True
     )

@@ -14,13 +14,15 @@ Pure: data in, lines and documents out. Nothing here prints, measures or decides
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
 from nlpconvert.artifact import Outcome
+from nlpconvert.inputs import KINDS
 from nlpconvert.validators.findings import Comparison, Element, OutputDiff
-from nlpconvert.validators.rows import RowsReport
+from nlpconvert.validators.rows import RowDiff, RowsReport
 from nlpconvert.validators.tolerance import passing
 
 STATUS_WORDS: dict[str, str] = {
@@ -53,10 +55,10 @@ def verdict_lines(
     yield ""
     for problem in (*comparison.problems, *verdict.get("structure", ())):
         yield f"  {problem}"
-    names = max((len(o.name) for o in comparison.outputs), default=0)
+    names = max((len(_name(o)) for o in comparison.outputs), default=0)
     shapes = max((len(_kind(o)) for o in comparison.outputs), default=0)
     for output in comparison.ranked:
-        head = f"  {output.name:<{names}}  {_kind(output):<{shapes}}"
+        head = f"  {_name(output):<{names}}  {_kind(output):<{shapes}}"
         yield f"{head}  agrees  {_short(output)}" if output.agrees else f"{head}  DRIFT"
         if verbose or not output.agrees:
             yield from _detail("problem", output.problems)
@@ -94,6 +96,10 @@ def _headline(outcome: Outcome, comparison: Comparison, reference: str) -> str:
     return f"{outcome.step} disagrees with {reference}: {first}"
 
 
+def _name(output: OutputDiff) -> str:
+    return f"{output.name}[{output.only}]" if output.only else output.name
+
+
 def _kind(output: OutputDiff) -> str:
     """Type and shape (of the case with the worst element)."""
     if output.worst is None:
@@ -104,9 +110,17 @@ def _kind(output: OutputDiff) -> str:
 def _short(output: OutputDiff) -> str:
     """An agreeing output in a few words: the deciding number and the worst element."""
     worst = f"worst {_drift(output.worst.difference)}" if output.worst else ""
+    used = f", {_used(output.used)}" if output.elements and math.isfinite(output.used) else ""
     if output.tolerance.measure in ("abs", "rel"):
-        return worst
-    return f"{_measured(output.tolerance.measure, output.measured)}, allowed {output.tolerance.text}, {worst}"
+        return f"{worst}{used}"
+    return f"{_measured(output.tolerance.measure, output.measured)}, allowed {output.tolerance.text}{used}, {worst}"
+
+
+def _used(share: float) -> str:
+    """How far a verdict is from turning: "41% of what is allowed"; past the bound "2.3 times what is allowed"."""
+    if share > 1:
+        return f"{share:.3g} times what is allowed"
+    return f"{'0%' if share == 0 else 'under 1%' if share < 0.01 else f'{share:.0%}'} of what is allowed"
 
 
 def _details(output: OutputDiff) -> Iterator[str]:
@@ -129,7 +143,7 @@ def _details(output: OutputDiff) -> Iterator[str]:
         if measure == "rel" and output.furthest and output.furthest.index != output.worst.index:
             furthest = f"{_drift(output.furthest.difference)} at {_place(output.furthest)}"
             yield from _detail("furthest out", [f"{furthest}   (for its size)"])
-        yield from _detail("on average", [f"{_drift(output.mean_abs)}, relative L2 {_drift(output.relative_l2)}"])
+        yield from _detail("on average", [_average(output)])
     if output.cosine is not None and (measure == "cosine" or output.unit == "token"):
         score = output.cosine
         where = f"of {output.unit} {list(score.index)}   case {score.case}"
@@ -140,6 +154,9 @@ def _details(output: OutputDiff) -> Iterator[str]:
         yield from _detail(
             "decisions", [f"top-1 changed in {found.changed:,} of {_count(found.count, output.unit)}{near}"]
         )
+        if measure == "changed":
+            yield from _detail("so many tell", [_certainty(output)] if output.detectable is not None else [])
+    yield from _agreement(output)
     if output.kl is not None:
         kl = output.kl
         worst = f"{_drift(kl.worst)} at worst of {output.unit} {list(kl.index)}   case {kl.case}"
@@ -149,6 +166,8 @@ def _details(output: OutputDiff) -> Iterator[str]:
         yield from _detail("one case", [f"{_measured(measure, alone)} in case {name} alone: it decides"])
     if output.padded_nonfinite or (output.padded is not None and output.padded.difference > 0):
         yield from _detail("padded positions", [_padded(output)])
+    if output.elements and math.isfinite(output.used):
+        yield from _detail("used", [_used(output.used)])
     if not output.agrees:
         value = output.would_pass_at.get(measure)
         bound = None if value is None else passing(measure, value)
@@ -156,6 +175,39 @@ def _details(output: OutputDiff) -> Iterator[str]:
             yield from _detail("would pass at", [bound])
         elif not output.problems and output.elements:
             yield from _detail("would pass at", ["no tolerance"])
+
+
+def _average(output: OutputDiff) -> str:
+    noise = "" if math.isinf(output.sqnr_db) else f", SQNR {output.sqnr_db:.0f} dB"
+    spread = f", worst {_drift(output.normalised)} of the reference's spread" if output.spread else ""
+    return f"{_drift(output.mean_abs)}, relative L2 {_drift(output.relative_l2)}{noise}{spread}"
+
+
+def _certainty(output: OutputDiff) -> str:
+    """What a count of changed decisions can say at all."""
+    assert output.detectable is not None
+    inside = "" if output.interval is None else f"95% interval {output.interval[0]:.2%} to {output.interval[1]:.2%}; "
+    return f"{inside}so few {output.unit}s cannot show a change of less than {output.detectable:.2%}"
+
+
+def _agreement(output: OutputDiff) -> Iterator[str]:
+    if output.top_k is not None:
+        top = output.top_k
+        yield from _detail(f"top-{top.k}", [f"{_percent(top.agreement)} of the reference's are among the candidate's"])
+    if output.sequences is not None:
+        found = output.sequences
+        yield from _detail("label sequences", [f"changed in {found.changed:,} of {_count(found.count, 'row')}"])
+    if output.neighbours is not None:
+        near = output.neighbours
+        ranks = f"rank correlation {_cosine(near.correlation)}, {_cosine(near.worst)} at worst"
+        yield from _detail(
+            "nearest", [f"neighbour changed for {near.changed:,} of {_count(near.rows, 'text')}; {ranks}"]
+        )
+
+
+def _percent(share: float) -> str:
+    """What is not all never reads as all."""
+    return "100%" if share == 1 else f"{min(share, 0.99999):.3%}"
 
 
 def _detail(label: str, values: Sequence[str]) -> Iterator[str]:
@@ -168,10 +220,10 @@ def _allowed(output: OutputDiff) -> str:
     tolerance = output.tolerance
     if tolerance.measure == "rel":
         mean = f"{output.scale:.3g}"
-        return (
-            f"|candidate - reference| <= {tolerance.value:.1e} * ({mean} + |reference|)   "
-            f"{mean}: the reference's root mean square"
-        )
+        rule = f"|candidate - reference| <= {tolerance.value:.1e} * ({mean} + |reference|)"
+        if tolerance.multiple is not None:
+            return f"{rule}   {tolerance.multiple:g} times the reference's own noise"
+        return f"{rule}   {mean}: the reference's root mean square"
     rules = {
         "abs": f"|candidate - reference| <= {tolerance.value:.1e}",
         "cosine": f"cosine of every {output.unit} >= {tolerance.value!r}",
@@ -196,8 +248,11 @@ def _padded(output: OutputDiff) -> str:
 
 def _surroundings(outcome: Outcome, comparison: Comparison, verdict: Mapping[str, Any]) -> Iterator[str]:
     """What holds for the step as a whole: rows, the parent, what ran, what could not be asked."""
+    if comparison.spans is not None:
+        spans = comparison.spans
+        yield f"  answer spans             changed in {spans.changed:,} of {_count(spans.count, 'row')}"
     if verdict.get("rows"):
-        yield f"  row alone or in company  {_rows(RowsReport.from_dict(verdict['rows']))}"
+        yield from (f"  {line}" for line in _rows(RowsReport.from_dict(verdict["rows"])))
     if verdict.get("parent_comparison"):
         parent = outcome.artifact.parent if outcome.artifact else ""
         moved = _worst(Comparison.from_dict(verdict["parent_comparison"]))
@@ -213,16 +268,31 @@ def _surroundings(outcome: Outcome, comparison: Comparison, verdict: Mapping[str
         yield f"  not applicable           case {name}: {reason}"
 
 
-def _rows(rows: RowsReport) -> str:
+def _rows(rows: RowsReport) -> Iterator[str]:
+    """Invariances, a line each: company and order, padding, repetition; what is the model's own is said apart."""
+    label = "row alone or in company"
     if not rows.outputs:
-        return "not compared: no text stands in two cases that could be run"
-    worst = next((o for o in rows.outputs if o.flagged), max(rows.outputs, key=lambda o: o.worst_abs))
-    own = "" if worst.reference_abs is None else f" (PyTorch's own {_drift(worst.reference_abs)})"
-    found = f"differs by {_drift(worst.worst_abs)} at most{own}"
-    if not worst.flagged:
-        return f"{found}, {_count(rows.pairs, 'pair')}"
-    places = f"row {worst.row} of {worst.case} and row {worst.twin_row} of {worst.twin}"
-    return f"{found}, beyond the model's own in {worst.flagged:,} of {rows.pairs:,} pairs: {worst.name}, {places}"
+        yield f"{label}  not compared: no text stands in two cases that could be run"
+        return
+    for worst in (o for o in rows.outputs if o.flagged):
+        places = f"row {worst.row} of {worst.case} and row {worst.twin_row} of {worst.twin}"
+        yield (
+            f"{KINDS[worst.kind]:<23}  {_apart(worst)}, beyond the model's own in {worst.flagged:,} of "
+            f"{_count(worst.pairs, 'pair')}: {worst.name}, {places}"
+        )
+    same = [o for o in rows.outputs if not o.flagged and not o.own]
+    if same:
+        worst = max(same, key=lambda o: o.worst_abs)
+        kinds = ", ".join(KINDS[kind] for kind in dict.fromkeys(o.kind for o in same) if kind != "company")
+        also = f"; so {kinds}" if kinds else ""
+        yield f"{label}  {_apart(worst)}, {_count(sum(o.pairs for o in same), 'pair')}{also}"
+    for worst in (o for o in rows.outputs if o.own and not o.flagged):
+        yield f"{KINDS[worst.kind]:<23}  {_apart(worst)}: {worst.name} depends on it in the model itself"
+
+
+def _apart(found: RowDiff) -> str:
+    own = "" if found.reference_abs is None else f" (PyTorch's own {_drift(found.reference_abs)})"
+    return f"differs by {_drift(found.worst_abs)} at most{own}"
 
 
 def _products(products: Mapping[str, Any] | None) -> str:
@@ -397,12 +467,12 @@ def _step_case(suite: ElementTree.Element, outcome: Outcome, reference: str, out
 
 def _output_cases(suite: ElementTree.Element, step: str, comparison: Comparison) -> None:
     for output in comparison.outputs:
-        case = _testcase(suite, step, output.name)
+        case = _testcase(suite, step, _name(output))
         if not output.agrees:
             message = output.problems[0] if output.problems else f"out of tolerance: {_short(output)}"
             failure = ElementTree.SubElement(case, "failure", message=_xml(message))
             failure.text = _xml("\n".join((*output.problems, *_details(output))))
-        for name, drift in output.cases.items():
+        for name, drift in output.cases.items() if not output.only else ():
             case = _testcase(suite, step, f"{output.name}[{name}]")
             # Within an agreeing output no case fails: two decisions of a short text may flip where 0.5% may change.
             if not output.agrees and drift.used > 1:

@@ -88,13 +88,13 @@ class Bench:
         self.answers = asked.answers
         self.cases = [case for case in self.cases if case.name in asked.answers]
         outputs = work.facts.outputs
-        self.tolerances = tolerance.choose(work.tolerances, outputs, work.row.precision, "cpu")
+        self.tolerances = tolerance.choose(work.tolerances, outputs, work.row.precision, "cpu", work.probes.noise)
         self.scales = parity.scales(outputs, self.cases, self.answers)
 
     def score(self, path: Path, base: Artifact | None = None) -> Score:
         """Runs a file over `select` and holds it against the parent's answers. `base`: whose data file it reads."""
         self.tried += 1
-        judge = parity.Judge(self.work.facts.outputs, self.scales, self.tolerances)
+        judge = parity.Judge(self.work.facts.outputs, self.scales, self.tolerances, self.work.probes.noise)
         decided = {
             row.name: Margins(row) for row in self.work.facts.outputs if self.tolerances[row.name].measure == "changed"
         }

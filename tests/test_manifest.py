@@ -78,7 +78,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert again.record("trt").outcome == Outcome("trt", "skipped", "tensorrt is not installed")
     text = (tmp_path / "moved" / FILE).read_text()
     assert str(tmp_path) not in text
-    assert json.loads(text)["schema"] == 1 and json.loads(text)["nlpconvert"] == nlpconvert.__version__
+    assert json.loads(text)["schema"] == 2 and json.loads(text)["nlpconvert"] == nlpconvert.__version__
 
 
 def test_types_go_to_json_and_back() -> None:
@@ -130,7 +130,7 @@ ART = ("steps", "onnx", "artifact")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (break_at("schema", value=2), r"newer nlpconvert \(.*schema 2; this is .*schema 1\); upgrade nlpconvert"),
+        (break_at("schema", value=3), r"newer nlpconvert \(.*schema 3; this is .*schema 2\); upgrade nlpconvert"),
         (break_at("schema", value=0), r"older nlpconvert .*schema 0.*run the conversion again into a new directory"),
         (break_at("schema", value=REMOVE), r"schema is missing"),
         (break_at("schema", value=True), r"schema has to be a whole number, and is true"),

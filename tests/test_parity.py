@@ -487,7 +487,7 @@ def test_decisions_changes_and_near_ties() -> None:
     cases = make_cases({"many": [[1, 1]] * 40})
     answers = make_answers(cases, LABELS)
     logits = answers["many"]["labels"]
-    logits[0] = [1.0, 1.0001, -1.0]  # a near tie
+    logits[0] = [1.0, 1.00001, -1.0]  # a near tie: within what the reference itself may move by
     logits[1] = [2.0, -1.0, 0.0]
 
     def spoil(_: str, found: Outputs) -> Outputs:
@@ -499,7 +499,7 @@ def test_decisions_changes_and_near_ties() -> None:
     assert not output.agrees
     assert output.decisions is not None
     assert (output.decisions.count, output.decisions.changed, output.decisions.near_ties) == (40, 2, 1)
-    assert output.measured == 2 / 40
+    assert output.measured == 1 / 40  # near ties stand apart
     assert judge(LABELS, cases=cases, answers=answers, spoil=spoil, tolerance="changed<=5%").agrees
 
 

@@ -99,13 +99,16 @@ onnx disagrees with pytorch: 1 of 2 outputs out of tolerance
     allowed          |candidate - reference| <= 5.0e-05 * (2 + |reference|)   2: the reference's root mean square
     out of tolerance 1 of 21 elements (4.762%)
     worst            3.1e-02 at [1, 0, 1]   reference 1   candidate 1.031   case left-padded
-    on average       1.5e-03, relative L2 3.4e-03
+    on average       1.5e-03, relative L2 3.4e-03, SQNR 49 dB, worst 2.1e-02 of the reference's spread
     cosine           0.9998835 at worst of token [1, 0]   case left-padded   0.9999834 on average
-    decisions        top-1 changed in 1 of 7 tokens, 1 of them near ties
+    decisions        top-1 changed in 1 of 7 tokens, 0 of them near ties
+    label sequences  changed in 1 of 3 rows
+    KL               1.7e-05 nats on average, 1.2e-04 at worst of token [1, 0]   case left-padded
+    used             207 times what is allowed
     would pass at    rel<=1.1e-02
-  last_hidden_state  float32 (1, 2, 2)  agrees  worst 1.0e-05
+  last_hidden_state  float32 (1, 2, 2)  agrees  worst 1.0e-05, 3% of what is allowed
 
-  row alone or in company  differs by 1.0e-05 at most (PyTorch's own 0), 1 pair
+  row alone or in company  differs by 1.0e-05 at most (PyTorch's own 0), 2 pairs
   ran on                   CPUExecutionProvider, float32
   tried                    2 cases, 5,812 tokens
   not applicable           case empty-string: the reference raised RuntimeError: no tokens
@@ -115,10 +118,10 @@ Again: nlpconvert verify out --step onnx --case left-padded"""
 PASSING = """\
 onnx agrees with pytorch: 2 outputs within tolerance, 2 cases, 5,812 tokens
 
-  last_hidden_state  float32 (1, 2, 2)  agrees  worst 1.0e-05
-  logits             float32 (1, 2, 3)  agrees  worst 0
+  last_hidden_state  float32 (1, 2, 2)  agrees  worst 1.0e-05, 3% of what is allowed
+  logits             float32 (1, 2, 3)  agrees  worst 0, 0% of what is allowed
 
-  row alone or in company  differs by 1.0e-05 at most (PyTorch's own 0), 1 pair
+  row alone or in company  differs by 1.0e-05 at most (PyTorch's own 0), 2 pairs
   ran on                   CPUExecutionProvider, float32
   not applicable           case empty-string: the reference raised RuntimeError: no tokens"""
 
@@ -150,8 +153,9 @@ def test_verbose_gives_the_details_of_what_agrees_and_padding_apart() -> None:
 def test_below_float32_the_measure_decides_and_is_worded() -> None:
     found = text(outcome(DRIFTED, precision="int8"))
     assert (
-        "last_hidden_state  float32 (1, 2, 2)  agrees  cosine 0.9999999, allowed cosine>=0.95, worst 1.0e-05" in found
-    )
+        "last_hidden_state  float32 (1, 2, 2)  agrees  cosine 0.9999999, allowed cosine>=0.95, under 1% of what is "
+        "allowed, worst 1.0e-05"
+    ) in found
     assert "    allowed          top-1 changed in <= 0.5% of the tokens\n" in found
     assert "    out of tolerance 1 of 7 decisions (14.286%)\n" in found
     assert "    would pass at    changed<=15%\n" in found
@@ -203,7 +207,7 @@ def test_a_row_that_answers_by_its_company_is_told() -> None:
     found = text(outcome({("left-padded", "logits", (0, 1, 0)): 4.1}, given="abs<=0.5", rows=(LOGITS,)))
     assert (
         "  row alone or in company  differs by 1.0e-01 at most (PyTorch's own 0), beyond the model's own in 1 of 1 "
-        "pairs: logits, row 0 of alone and row 0 of left-padded\n"
+        "pair: logits, row 0 of alone and row 0 of left-padded\n"
     ) in found
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from nlpconvert.validators.agreement import Neighbours, TopK, Units
 from nlpconvert.validators.tolerance import Tolerance
 
 
@@ -70,7 +71,8 @@ class Score:
 
 @dataclass(frozen=True)
 class Decisions:
-    """Top-1 decisions: how many, how many changed, and how many of those were near ties in the reference."""
+    """Top-1 decisions: how many, how many changed, and how many of those were near ties: the reference's own margin is
+    within twice its noise, so that the reference itself might decide either way."""
 
     count: int
     changed: int
@@ -139,6 +141,25 @@ class OutputDiff:
     problems: tuple[str, ...] = ()
     """What makes this output fail whatever its numbers are."""
     notes: tuple[str, ...] = ()
+    only: str = ""
+    """The one case that this judges, where a case has a tolerance of its own."""
+    noise: float | None = None
+    """The reference's noise floor in this output, in the unit of `rel`; None where it was not measured."""
+    spread: float = 0.0
+    """Standard deviation of the reference's scored elements."""
+    normalised: float = 0.0
+    """The worst absolute difference over `spread`."""
+    sqnr_db: float = math.inf
+    """Signal to quantization noise, 10 log10(sum reference**2 / sum (candidate - reference)**2), in decibels."""
+    top_k: TopK | None = None
+    neighbours: Neighbours | None = None
+    sequences: Units | None = None
+    interval: tuple[float, float] | None = None
+    """Of the share of changed decisions: the exact 95 % interval (Clopper and Pearson 1934)."""
+    detectable: float | None = None
+    """The smallest share of changed decisions that so many would have shown with 95 % probability."""
+    histogram: Mapping[str, Any] | None = None
+    """Of the absolute differences; `agreement.Histogram`."""
 
     @property
     def worst_case(self) -> str:
@@ -152,7 +173,10 @@ class OutputDiff:
         """The reverse of `plain`."""
 
         def part(name: str, kind: Any) -> Any:
-            return None if data[name] is None else kind.from_dict(data[name])
+            return None if data.get(name) is None else kind.from_dict(data[name])
+
+        def number(name: str, default: float | None) -> Any:
+            return default if data.get(name) is None else float(data[name])
 
         single = data["worst_case_score"]
         return cls(
@@ -183,6 +207,17 @@ class OutputDiff:
             cases={key: CaseDrift.from_dict(value) for key, value in data["cases"].items()},
             problems=tuple(data["problems"]),
             notes=tuple(data["notes"]),
+            only=data.get("only", ""),
+            noise=number("noise", None),
+            spread=number("spread", 0.0),
+            normalised=number("normalised", 0.0),
+            sqnr_db=number("sqnr_db", math.inf),
+            top_k=part("top_k", TopK),
+            neighbours=part("neighbours", Neighbours),
+            sequences=part("sequences", Units),
+            interval=None if data.get("interval") is None else (float(data["interval"][0]), float(data["interval"][1])),
+            detectable=number("detectable", None),
+            histogram=data.get("histogram"),
         )
 
 
@@ -195,6 +230,8 @@ class Comparison:
     not_applicable: tuple[tuple[str, str], ...] = ()
     """Case and reason: the reference itself could not answer, or the case is not one the artifact is made for."""
     problems: tuple[str, ...] = ()
+    spans: Units | None = None
+    """Question answering: answer spans, and those of which start or end changed."""
 
     @property
     def agrees(self) -> bool:
@@ -234,4 +271,5 @@ class Comparison:
             cases=data["cases"],
             not_applicable=tuple((name, reason) for name, reason in data["not_applicable"]),
             problems=tuple(data["problems"]),
+            spans=None if data.get("spans") is None else Units.from_dict(data["spans"]),
         )

@@ -8,7 +8,8 @@ The number held against the tolerance (`OutputDiff.measured`), over all scored e
     abs      largest |candidate - reference|
     rel      largest |candidate - reference| / (scale + |reference|), scale as `scales` gives it
     cosine   smallest cosine of a vector; 1 where both are zero, 0 where one is
-    changed  share of changed decisions, or, if more, the largest (changed - 2) / (10 * decisions) of one case
+    changed  share of decisions that really changed (near ties stand apart), or, if more, the largest
+             (changed - 2) / (10 * decisions) of one case
     kl       mean KL(reference || candidate), or, if more, a tenth of the largest mean of one case
 
 The second halves of the last two are there so that one broken case (a left-padded batch of eight tokens among
@@ -25,6 +26,7 @@ import numpy as np
 from nlpconvert.golden import Answers, Reference
 from nlpconvert.inputs import Case
 from nlpconvert.models import OutputRow
+from nlpconvert.validators.agreement import Spans
 from nlpconvert.validators.findings import Comparison, OutputDiff
 from nlpconvert.validators.scored import blocks, scored_by
 from nlpconvert.validators.tally import Problems, Tally
@@ -68,14 +70,26 @@ def _shaped(reference: Reference) -> np.ndarray:
 class Judge:
     """Holds a candidate's answers against the reference's, case by case.
 
-    `outputs` are the rows the artifact must give, no more and no fewer; `scales` and `tolerances` are by their names.
+    `outputs` are the rows the artifact must give, no more and no fewer; `scales`, `tolerances` and `noise` (floors in
+    the unit of `rel`) are by their names. `cases`: tolerances by case, then output, of cases that are judged apart.
     """
 
     def __init__(
-        self, outputs: Sequence[OutputRow], scales: Mapping[str, float], tolerances: Mapping[str, Tolerance]
+        self,
+        outputs: Sequence[OutputRow],
+        scales: Mapping[str, float],
+        tolerances: Mapping[str, Tolerance],
+        noise: Mapping[str, float] | None = None,
+        cases: Mapping[str, Mapping[str, Tolerance]] | None = None,
     ) -> None:
         self._outputs = tuple(outputs)
-        self._tallies = {o.name: Tally(o, scales[o.name], tolerances[o.name]) for o in outputs}
+        floors = noise or {}
+        self._tallies = {o.name: Tally(o, scales[o.name], tolerances[o.name], floors.get(o.name)) for o in outputs}
+        self._apart = {
+            case: {o.name: Tally(o, scales[o.name], own[o.name], floors.get(o.name), case) for o in outputs}
+            for case, own in (cases or {}).items()
+        }
+        self._spans = Spans(outputs)
         self._cases = 0
         self._raised = 0
         self._not_applicable: list[tuple[str, str]] = []
@@ -87,8 +101,9 @@ class Judge:
         extra = sorted(set(candidate) - set(self._tallies))
         for name in extra:
             self._problems.add(f"the artifact gives {name}, which the reference does not have", case.name)
+        self._spans.add(case, answers, candidate)
         for output in self._outputs:
-            tally = self._tallies[output.name]
+            tally = self._apart.get(case.name, self._tallies)[output.name]
             reference = answers.get(output.name)
             if reference is None:
                 tally.problem("the reference has no answer for it", case.name)
@@ -101,7 +116,7 @@ class Judge:
     def raised(self, case_name: str, reason: str) -> None:
         """A case that the reference answers and at which the artifact failed: a failure of every output."""
         self._raised += 1
-        for tally in self._tallies.values():
+        for tally in self._apart.get(case_name, self._tallies).values():
             tally.problem("the artifact failed where the reference answers", case_name, reason)
 
     def not_applicable(self, case_name: str, reason: str) -> None:
@@ -115,7 +130,12 @@ class Judge:
             problems.append(f"nothing was compared: {self._why_nothing()}")
         asked = self._cases + self._raised
         diffs = tuple(self._tallies[o.name].diff() for o in self._outputs) if asked else ()
-        return Comparison(diffs, self._cases, tuple(self._not_applicable), tuple(problems))
+        if self._apart:
+            if all(not diff.elements and not diff.problems[1:] for diff in diffs):
+                diffs = ()  # every case that was asked has a tolerance of its own
+            of_cases = (tally for apart in self._apart.values() for tally in apart.values())
+            diffs += tuple(tally.diff() for tally in of_cases if tally.elements or tally.broken)
+        return Comparison(diffs, self._cases, tuple(self._not_applicable), tuple(problems), self._spans.found())
 
     def _why_nothing(self) -> str:
         if self._raised:

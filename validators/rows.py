@@ -8,14 +8,14 @@ says how large the dependence is, and whether it is the artifact's own or the mo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from nlpconvert.golden import Answers
-from nlpconvert.inputs import Case
+from nlpconvert.inputs import KINDS, Case
 from nlpconvert.models import OutputRow
 from nlpconvert.validators.findings import plain
 from nlpconvert.validators.measures import cosines
@@ -23,7 +23,8 @@ from nlpconvert.validators.scored import scored, token_axis
 
 OWN_FACTOR = 10
 FLOOR = 1e-5
-"""A pair is flagged where the candidate's difference is above 10 * max(the reference's own, 1e-5 * scale)."""
+"""A pair is flagged where the candidate's difference is above 10 * max(the reference's own, floor * scale), where floor
+is the reference's noise, or 1e-5 where that was not measured."""
 HELD = 1 << 18
 """Elements held of one row of one output: of a vocabulary's logits a few of the row's tokens, evenly spaced."""
 
@@ -33,7 +34,7 @@ Key = tuple[str, int]  # case and row
 
 @dataclass(frozen=True)
 class RowDiff:
-    """One output: the pair of twins that differs most; of flagged ones, most beyond what it may.
+    """One output and one kind of twins: the pair that differs most; of flagged ones, most beyond what it may.
 
     `worst_abs` and `cosine` (of the least similar token or row) are the candidate's between the two answers;
     `reference_abs` is the reference's own for the same pair, None where the reference was sampled elsewhere.
@@ -49,6 +50,9 @@ class RowDiff:
     row: int
     twin: str
     twin_row: int
+    kind: str = "company"
+    own: bool = False
+    """The reference differs in this pair too, beyond its noise: what is seen is the model's own."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,15 @@ class RowsReport:
     def flagged(self) -> bool:
         """Whether the artifact, beyond the model itself, answers a row by its company."""
         return any(o.flagged for o in self.outputs)
+
+    def broken(self) -> list[str]:
+        """A sentence for each output and kind in which the artifact, beyond the model itself, answers otherwise."""
+        return [
+            f"{o.name} differs by {o.worst_abs:.1e} between row {o.row} of {o.case} and row {o.twin_row} of {o.twin}: "
+            f"{KINDS[o.kind]} must not matter, and in the reference it does not ({o.flagged} of {o.pairs} pairs)"
+            for o in self.outputs
+            if o.flagged
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -83,6 +96,8 @@ class RowsReport:
                 row=o["row"],
                 twin=o["twin"],
                 twin_row=o["twin_row"],
+                kind=o.get("kind", "company"),
+                own=o.get("own", False),
             )
             for o in data["outputs"]
         )
@@ -102,16 +117,27 @@ class _Held:
 class Rows:
     """Takes the cases one by one and holds a row's answer only until its last twin has come."""
 
-    def __init__(self, cases: Sequence[Case], outputs: Sequence[OutputRow], scales: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        cases: Sequence[Case],
+        outputs: Sequence[OutputRow],
+        scales: Mapping[str, float],
+        noise: Mapping[str, float] | None = None,
+    ) -> None:
         self._outputs = tuple(outputs)
         self._scales = scales
-        pairs = {
-            tuple(sorted(((case.name, twin.row), (twin.case, twin.other_row)))) for case in cases for twin in case.twins
-        }
-        self._waiting: list[tuple[Key, Key]] = [(first, second) for first, second in sorted(pairs)]
+        self._noise = noise or {}
+        asked = {case.name for case in cases}
+        pairs: dict[tuple[Key, Key], str] = {}
+        for case in cases:
+            for twin in case.twins:
+                if twin.case in asked:
+                    first, second = sorted(((case.name, twin.row), (twin.case, twin.other_row)))
+                    pairs[first, second] = twin.kind
+        self._waiting: list[tuple[Key, Key, str]] = [(*pair, kind) for pair, kind in sorted(pairs.items())]
         self._held: dict[Key, dict[str, _Held]] = {}
         self._ids: dict[Key, list[int]] = {}
-        self._found: dict[str, list[tuple[float, RowDiff]]] = {o.name: [] for o in outputs}
+        self._found: dict[tuple[str, str], list[tuple[float, RowDiff]]] = {}
         self._compared = 0
         self._problems: list[str] = []
 
@@ -120,7 +146,7 @@ class Rows:
 
         An output that is missing, or whose shape does not fit the case, is left out: it is `parity`'s to report.
         """
-        for row in sorted({key[1] for pair in self._waiting for key in pair if key[0] == case.name}):
+        for row in sorted({key[1] for pair in self._waiting for key in pair[:2] if key[0] == case.name}):
             key = (case.name, row)
             self._held[key] = {
                 output.name: held
@@ -130,17 +156,17 @@ class Rows:
             }
             self._ids[key] = _real_ids(case, row)
         waiting = []
-        for first, second in self._waiting:
+        for first, second, kind in self._waiting:
             if first in self._held and second in self._held:
-                self._pair(first, second)
+                self._pair(first, second, kind)
             else:
-                waiting.append((first, second))
+                waiting.append((first, second, kind))
         self._waiting = waiting
-        wanted = {key for pair in waiting for key in pair}
+        wanted = {key for pair in waiting for key in pair[:2]}
         self._held = {key: held for key, held in self._held.items() if key in wanted}
         self._ids = {key: ids for key, ids in self._ids.items() if key in wanted}
 
-    def _pair(self, first: Key, second: Key) -> None:
+    def _pair(self, first: Key, second: Key, kind: str) -> None:
         if self._ids[first] != self._ids[second]:
             self._problems.append(f"row {first[1]} of {first[0]} and row {second[1]} of {second[0]} hold other tokens")
             return
@@ -153,33 +179,46 @@ class Rows:
             own: float | None = None
             if len(np.intersect1d(one.known, other.known)):
                 own, _ = _difference(output, one.known, one.reference, other.known, other.reference)
-            allowed = OWN_FACTOR * max(own or 0.0, FLOOR * self._scales[output.name])
+            floor = self._noise.get(output.name, FLOOR) * self._scales[output.name]
+            allowed = OWN_FACTOR * max(own or 0.0, floor)
             excess = worst / allowed if allowed > 0 else (np.inf if worst > 0 else 0.0)
             excess = np.inf if np.isnan(worst) else excess
-            diff = RowDiff(output.name, 1, int(excess > 1), worst, cosine, own, *first, *second)
-            self._found[output.name].append((excess, diff))
+            models_own = own is not None and not own <= OWN_FACTOR * floor
+            diff = RowDiff(output.name, 1, int(excess > 1), worst, cosine, own, *first, *second, kind, models_own)
+            self._found.setdefault((output.name, kind), []).append((excess, diff))
+
+    def again(
+        self, case: Case, first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray], answers: Answers
+    ) -> None:
+        """The same batch run twice: all that is scored has to be the same."""
+        for output in self._outputs:
+            one, two, reference = first.get(output.name), second.get(output.name), answers.get(output.name)
+            if one is None or two is None or reference is None or not one.shape == two.shape == reference.shape:
+                continue
+            try:
+                mask = scored(case, output, one.shape)
+            except ValueError:
+                continue
+            if not mask.any():
+                continue
+            difference = np.abs(one[mask].astype(np.float64) - two[mask])
+            # What is not finite in both, and the same, is parity's to report.
+            difference[one[mask] == two[mask]] = 0.0
+            rows = np.nanmax(np.where(np.isnan(difference), np.inf, difference).reshape(mask.sum(), -1), axis=1)
+            worst = float(rows.max())
+            row = int(np.argwhere(mask)[int(rows.argmax())][0])
+            floor = self._noise.get(output.name, FLOOR) * self._scales[output.name]
+            excess = worst / (OWN_FACTOR * floor) if floor else (np.inf if worst else 0.0)
+            diff = RowDiff(output.name, 1, int(excess > 1), worst, 1.0, 0.0, case.name, row, case.name, row, "repeat")
+            self._found.setdefault((output.name, "repeat"), []).append((excess, diff))
 
     def report(self) -> RowsReport:
         """What was found so far; pairs of which one side never came (not applicable) are left out."""
         outputs = []
         for found in self._found.values():
-            if found:
-                worst = max(found, key=_rank)[1]
-                flagged = sum(diff.flagged for _, diff in found)
-                outputs.append(
-                    RowDiff(
-                        worst.name,
-                        len(found),
-                        flagged,
-                        worst.worst_abs,
-                        worst.cosine,
-                        worst.reference_abs,
-                        worst.case,
-                        worst.row,
-                        worst.twin,
-                        worst.twin_row,
-                    )
-                )
+            worst = max(found, key=_rank)[1]
+            flagged = sum(diff.flagged for _, diff in found)
+            outputs.append(replace(worst, pairs=len(found), flagged=flagged))
         return RowsReport(tuple(outputs), self._compared, tuple(self._problems))
 
 

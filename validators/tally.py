@@ -10,6 +10,7 @@ import numpy as np
 from nlpconvert.golden import Reference
 from nlpconvert.inputs import Case
 from nlpconvert.models import OutputRow
+from nlpconvert.validators.agreement import Histogram, Near, Sequences, TopKs
 from nlpconvert.validators.baseline import Baseline
 from nlpconvert.validators.findings import CaseDrift, Decisions, Element, OutputDiff, Score
 from nlpconvert.validators.measures import cosines, divergences, largest, ratio, share, ties, tops
@@ -21,8 +22,14 @@ WIDE_CHANGE = 0.1
 
 CASE_FACTOR = 10
 SCATTER = 2
-NEAR_TIE = 1e-3
-"""A changed decision is a near tie where the reference's own top two are within this times the scale."""
+NEAR_TIE = 2
+"""A changed decision is a near tie where the reference's own margin is within so many times its noise: each of the two
+scores may move by it."""
+UNKNOWN_NOISE = 5e-6
+"""What stands for the noise in near ties, in the unit of `rel`, where it was not measured."""
+GROSS = 0.5
+"""No cosine and no argmax sees an answer that is doubled, or zero: past this relative L2 a measure of the task excuses
+nothing."""
 
 
 class Problems:
@@ -47,16 +54,21 @@ class Problems:
 
 
 class Tally:
-    """Running sums and worst places of one output."""
+    """Running sums and worst places of one output. `noise` is its noise floor in the unit of `rel`, None if unknown;
+    `only` the one case that is judged here, where it has a tolerance of its own."""
 
-    def __init__(self, output: OutputRow, scale: float, tolerance: Tolerance) -> None:
+    def __init__(
+        self, output: OutputRow, scale: float, tolerance: Tolerance, noise: float | None = None, only: str = ""
+    ) -> None:
         self.output = output
         self.scale = scale
         self.tolerance = tolerance
+        self.noise = noise
+        self.only = only
         self.unit = "token" if token_axis(output) and output.measure != "position" else "row"
         self.dtype = ""
         self.elements = self.vectors = self.out = 0
-        self.sum_abs = self.sum_square = self.sum_reference = 0.0
+        self.sum_abs = self.sum_square = self.sum_reference = self.sum_plain = 0.0
         self.worst: Element | None = None
         self.furthest: Element | None = None
         self.furthest_ratio = 0.0
@@ -72,6 +84,10 @@ class Tally:
         self.problems = Problems()
         self.broken: set[str] = set()  # cases with a problem, or not finite
         self.baseline = Baseline(scale, tolerance)
+        self.top_k = TopKs()
+        self.near = Near() if output.measure == "embedding" and len(output.axes) == 2 else None
+        self.sequences = Sequences() if output.measure == "decisions" and token_axis(output) else None
+        self.histogram = Histogram()
 
     def problem(self, text: str, case: str, detail: str = "") -> None:
         """Something that fails whatever the numbers are."""
@@ -91,6 +107,8 @@ class Tally:
         score = CaseScore()
         for block in blocks(self.output, reference, candidate, mask):
             self._block(case.name, reference.shape, block, score)
+        if self.sequences is not None:
+            self.sequences.add(mask, score.rows_changed)
         empty = np.zeros_like(mask)
         empty[_empty_rows(mask)] = True
         for block in blocks(self.output, reference, candidate, ~mask & ~empty):
@@ -167,8 +185,11 @@ class Tally:
         self._cosines(case, block, clean, answer, broken, score)
         if self.output.measure in ("decisions", "distribution", "position"):
             self._decisions(block, broken, score)
-        if self.output.measure == "distribution":
+            self.top_k.add(reference, candidate)
+        if self.output.measure in ("distribution", "decisions"):
             self._divergence(case, block, broken, score)
+        if self.near is not None:
+            self.near.add(clean, answer)
         self.baseline.add(clean)
 
     def _elements(
@@ -178,6 +199,8 @@ class Tally:
         self.sum_abs += float(error.sum())
         self.sum_square += float(np.vdot(error, error))
         self.sum_reference += float(np.vdot(reference, reference))
+        self.sum_plain += float(reference.sum())
+        self.histogram.add(error)
         i, j, worst = largest(error)
         score.worst_abs = max(score.worst_abs, worst)
         if self.worst is None or worst > self.worst.difference:
@@ -214,14 +237,21 @@ class Tally:
         changed |= ties(candidate) & ~ties(reference)
         changed |= broken
         top_two = np.partition(reference[changed], -2, axis=1)[:, -2:]
-        near = share(np.diff(top_two, axis=1), np.full((len(top_two), 1), self.scale)) <= NEAR_TIE
+        noise = UNKNOWN_NOISE if self.noise is None else self.noise
+        may_move = NEAR_TIE * noise * (self.scale + np.abs(top_two).max(axis=1, initial=0.0))
+        near = np.diff(top_two, axis=1)[:, 0] <= may_move
+        # Where the whole of it is not finite nothing is near anything.
+        near &= ~broken[changed]
+        if self.sequences is not None:
+            score.rows_changed |= {block.at(int(i), 0)[0] for i in np.flatnonzero(changed)}
         self.decisions += len(reference)
         self.changed += int(changed.sum())
         self.near_ties += int(near.sum())
         score.decisions += len(reference)
-        score.changed += int(changed.sum())
+        real = int(changed.sum()) - int(near.sum())
+        score.changed += real
         if self.tolerance.measure == "changed":
-            self.out += int(changed.sum())
+            self.out += real
 
     def _divergence(self, case: str, block: Block, broken: Bools, score: CaseScore) -> None:
         if block.reference.shape[1] < 2:
@@ -289,6 +319,12 @@ class Tally:
             # the reference is the same, which may be an honest sample and is only told.
             wide = measure == "changed" and self.tolerance.given and self.tolerance.value >= WIDE_CHANGE
             (problems if measure in ("cosine", "kl") or wide else notes).append(verdict)
+        relative = ratio(math.sqrt(self.sum_square), math.sqrt(self.sum_reference))
+        if measure in ("cosine", "changed") and relative > GROSS:
+            problems.append(
+                f"its values are {relative:.0%} off (relative L2), which {measure} does not see: a factor, or another "
+                "scale?"
+            )
         top = self.baseline.largest
         if self.elements and measure == "abs" and 0 < top <= self.tolerance.value:
             problems.append(f"no reference value is above {top:.1e}: answers of zeros would pass {self.tolerance.text}")
@@ -309,7 +345,7 @@ class Tally:
             worst=self.worst,
             furthest=self.furthest,
             mean_abs=self.sum_abs / self.elements if self.elements else 0.0,
-            relative_l2=ratio(math.sqrt(self.sum_square), math.sqrt(self.sum_reference)),
+            relative_l2=relative,
             cosine=self.cosine.score(),
             decisions=Decisions(self.decisions, self.changed, self.near_ties) if self.decisions else None,
             kl=self.kl.score(),
@@ -321,7 +357,22 @@ class Tally:
             cases=self.cases | {c: CaseDrift(math.nan, math.inf, 0) for c in sorted(self.broken - set(self.cases))},
             problems=tuple(problems),
             notes=tuple(notes),
+            only=self.only,
+            noise=self.noise,
+            spread=(spread := self._spread()),
+            normalised=ratio(self.worst.difference, spread) if self.worst else 0.0,
+            sqnr_db=math.inf if not self.sum_square else _decibels(self.sum_reference / self.sum_square),
+            top_k=self.top_k.found(),
+            neighbours=self.near.found() if self.near else None,
+            sequences=self.sequences.found() if self.sequences else None,
+            histogram=self.histogram.found(),
         )
+
+    def _spread(self) -> float:
+        """Standard deviation of the reference's scored elements."""
+        if not self.elements:
+            return 0.0
+        return math.sqrt(max(self.sum_reference / self.elements - (self.sum_plain / self.elements) ** 2, 0.0))
 
     def _measured(self) -> tuple[dict[str, float], tuple[str, float] | None]:
         """Each measure's number, as the module's docstring has it; and the case that decided, where one alone did."""
@@ -330,7 +381,7 @@ class Tally:
             "abs": self.worst.difference if self.worst else none,
             "rel": self.furthest_ratio if self.furthest else none,
             "cosine": self.cosine.worst if self.cosine.count and self.output.measure == "embedding" else none,
-            "changed": self.changed / self.decisions if self.decisions else none,
+            "changed": (self.changed - self.near_ties) / self.decisions if self.decisions else none,
             "kl": self.kl.total / self.kl.count if self.kl.count else none,
         }
         single: tuple[str, float] | None = None
@@ -342,6 +393,10 @@ class Tally:
                 found[measure] = weight
                 single = (name, alone) if measure == self.tolerance.measure else single
         return found, single
+
+
+def _decibels(ratio: float) -> float:
+    return 10 * math.log10(ratio) if ratio > 0 else -math.inf
 
 
 def _empty_rows(mask: Bools) -> Bools:
@@ -356,6 +411,7 @@ class CaseScore:
         self.scored = self.decisions = self.changed = self.positions = 0
         self.worst_abs = self.worst_rel = self.kl = 0.0
         self.cosine = 1.0
+        self.rows_changed: set[int] = set()
 
 
 class Running:
