@@ -40,7 +40,7 @@ KINDS: dict[str, str] = {
     "company": "row alone or in company",
     "identical": "identical rows",
     "permuted": "rows in another order",
-    "padding": "more padding at the right",
+    "padding": "padding at the right",
     "padding-left": "padding at the left",
     "repeat": "a second run",
 }

@@ -119,7 +119,7 @@ def stored_probes(record: Manifest, out: Path, names: Sequence[str] | None = Non
 def open_artifact(artifact: Artifact, options: Options) -> Session:
     """A session on the artifact. CannotRunHere when the runtime is not installed or the machine cannot run it."""
     runtime = RUNTIMES[artifact.format]
-    if importlib.util.find_spec(runtime.package) is None:
+    if lacks(runtime.package):
         raise CannotRunHere(f"{runtime.package} is not installed: pip install 'nlpconvert[{runtime.extra}]'")
     where = {"onnx": options.provider, "torchscript": options.device, "tensorrt": "cuda"}[artifact.format]
     try:
@@ -129,7 +129,20 @@ def open_artifact(artifact: Artifact, options: Options) -> Session:
         raise CannotRunHere(str(error)) from error
     except ImportError as error:
         raise CannotRunHere(f"{runtime.package} cannot be imported here: {first_line(error)}") from error
-    return session
+    if not artifact.made_by.get("foreign"):
+        return session
+    from nlpconvert.backends.renamed import RenamedSession
+
+    made = artifact.made_by
+    if not made.get("outputs"):
+        session.close()
+        raise CannotRunHere("what it reads and gives is not known yet: verify the file itself here, with --reference")
+    return RenamedSession(session, made["inputs"], made["outputs"], made["types"])
+
+
+def lacks(package: str) -> bool:
+    """Whether a package cannot be imported here, by its name alone."""
+    return importlib.util.find_spec(package) is None
 
 
 def judged(
@@ -256,10 +269,28 @@ def _structure(artifact: Artifact, outputs: Sequence[OutputRow]) -> list[str]:
     if artifact.format != "onnx":
         return []  # a trace declares no shapes; an engine is held against its sidecar when it is opened
     found = structure.onnx_specs(artifact.path)
+    if artifact.made_by.get("foreign"):
+        found = _in_our_names(artifact, *found)
     inputs = [replace(spec, shape=models.input_axes(spec.name, artifact.task)) for spec in artifact.inputs]
     recorded = {spec.name: spec for spec in artifact.outputs}
     expected = [_expected(row, recorded.get(row.name)) for row in outputs]
     return structure.check_specs(inputs, expected, *found)
+
+
+def _in_our_names(
+    artifact: Artifact, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """A foreign file's specs under our names: those that are compared. Its element types are its own affair."""
+    made = artifact.made_by
+    recorded = {spec.name: spec.dtype for spec in (*artifact.inputs, *artifact.outputs)}
+    return tuple(
+        tuple(
+            replace(spec, name=names[spec.name], dtype=recorded.get(names[spec.name], "float32"))
+            for spec in specs
+            if spec.name in names and names[spec.name] in recorded
+        )
+        for specs, names in ((inputs, made["inputs"]), (outputs, made["outputs"]))
+    )  # type: ignore[return-value]
 
 
 def _expected(row: OutputRow, recorded: TensorSpec | None) -> TensorSpec:

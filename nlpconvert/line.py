@@ -48,9 +48,33 @@ class Line:
         self.tolerances = plan.check_words(options)
         lacking = plan.not_here(rows, options, named=to is not None)
 
+        with self._home() as before:
+            reused = self._reusable(before, rows, to)
+            todo = [row for row in rows if row.name not in reused]
+            loaded = self._load()
+            plan.check_rows(todo, options, loaded.facts, self.tolerances)
+            record, probes = self._begun(before, loaded, any(row.precision != "float32" for row in rows))
+            del loaded
+            stopped = ""
+            for name in reused:
+                outcome = replace(record.outcome(name, self.out), reused=True)
+                stopped = stopped or (name if outcome.status == "drift" else "")
+                yield outcome
+            yield from self._steps(record, todo, probes, lacking, stopped)
+
+    @contextlib.contextmanager
+    def opened(self, precision: str) -> Iterator[tuple[Manifest, Probes]]:
+        """OUT with its reference asked and nothing converted, for what comes from elsewhere, of a precision."""
+        self.tolerances = plan.check_words(self.options)
+        with self._home() as before:
+            yield self._begun(before, self._load(), precision != "float32")
+
+    @contextlib.contextmanager
+    def _home(self) -> Iterator[Manifest | None]:
+        """OUT, locked and repaired, and its manifest if it has one; UsageError where this source may not live there."""
         from nlpconvert import checkpoint
 
-        info = checkpoint.describe(self.model, revision=options.revision, task=options.task)
+        info = checkpoint.describe(self.model, revision=self.options.revision, task=self.options.task)
         for above in self.out.absolute().parents:
             if (above / manifest.FILE).is_file():
                 raise UsageError(f"{self.out} lies inside {above}, which is itself an OUT; give a directory beside it")
@@ -60,23 +84,16 @@ class Line:
         with disk.lock(self.out, "nlpconvert run"):
             for line in disk.repair(self.out):
                 self.progress.line(line)
-            record = manifest.check_out(self.out, info.sha256, info.task)
-            reused = self._reusable(record, rows, to)
-            todo = [row for row in rows if row.name not in reused]
-            loaded = self._load()
-            plan.check_rows(todo, options, loaded.facts, self.tolerances)
-            record, probes = self._reference(record, loaded, rows)
-            del loaded
-            record = replace(
-                record, versions={"nlpconvert": nlpconvert.__version__, **host.versions()}, host=host.host_facts()
-            )
-            record.write(self.out)
-            stopped = ""
-            for name in reused:
-                outcome = replace(record.outcome(name, self.out), reused=True)
-                stopped = stopped or (name if outcome.status == "drift" else "")
-                yield outcome
-            yield from self._steps(record, todo, probes, lacking, stopped)
+            yield manifest.check_out(self.out, info.sha256, info.task)
+
+    def _begun(self, record: Manifest | None, loaded: Loaded, lower: bool) -> tuple[Manifest, Probes]:
+        """The manifest with goldens, machine and versions, written; `lower` where something below float32 is judged."""
+        record, probes = self._reference(record, loaded, lower)
+        record = replace(
+            record, versions={"nlpconvert": nlpconvert.__version__, **host.versions()}, host=host.host_facts()
+        )
+        record.write(self.out)
+        return record, probes
 
     def _reusable(self, record: Manifest | None, rows: Sequence[Step], to: Sequence[str] | None) -> list[str]:
         """Parents that lie there whole. UsageError for a step that exists and was asked for without --force."""
@@ -120,7 +137,7 @@ class Line:
 
     # -- the reference ------------------------------------------------------------------------------------------------
 
-    def _reference(self, record: Manifest | None, loaded: Loaded, rows: Sequence[Step]) -> tuple[Manifest, Probes]:
+    def _reference(self, record: Manifest | None, loaded: Loaded, lower: bool) -> tuple[Manifest, Probes]:
         """The goldens: those that lie there where they fit, else asked of PyTorch now, before any exporter."""
         from nlpconvert import calibration, forward, golden, inputs, noise, probes, reference
 
@@ -128,7 +145,6 @@ class Line:
         kept_well = record is not None and not manifest.tampered(record, manifest.GOLDEN, self.out)
         before = golden.read(self.out / manifest.GOLDEN)[0] if kept_well else []
         cases = probes.probe_cases(facts, loaded.encode)
-        lower = any(row.precision != "float32" for row in rows)
         lower_on_shipped = lower and (self.options.data is None or calibration.plain(facts.task))
         if lower_on_shipped or any(calibration.is_shipped(case) for case in before):
             # Below float32 a share of changed answers is judged, which a handful of texts cannot tell.

@@ -6,24 +6,39 @@ imported inside the functions, and with them numpy and all that is heavy.
 
 from __future__ import annotations
 
-import time
+import importlib
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nlpconvert import manifest, memory, plan
+from nlpconvert import memory, plan
 from nlpconvert.artifact import Outcome
-from nlpconvert.errors import DriftError, NlpconvertError, UsageError, worst
-from nlpconvert.manifest import Manifest
+from nlpconvert.errors import NlpconvertError, worst
 from nlpconvert.plan import Options
 from nlpconvert.progress import Progress, Silent
 
 if TYPE_CHECKING:
-    from nlpconvert.judging import Probes
-    from nlpconvert.validators.tolerance import Tolerance
+    from nlpconvert.comparing import diff
+    from nlpconvert.foreign import verify as verify_foreign
+    from nlpconvert.locating import locate
+    from nlpconvert.settings import Settings
+    from nlpconvert.settings import read as read_settings
+    from nlpconvert.verifying import Wishes
 
-__all__ = ["NlpconvertError", "Options", "Outcome", "convert_step", "exit_code", "run", "verify"]
+__all__ = [
+    "NlpconvertError",
+    "Options",
+    "Outcome",
+    "Wishes",
+    "convert_step",
+    "diff",
+    "exit_code",
+    "locate",
+    "read_settings",
+    "run",
+    "verify",
+    "verify_foreign",
+]
 
 
 # ---- the public functions -------------------------------------------------------------------------------------------
@@ -69,27 +84,28 @@ def verify(
     cases: Sequence[str] | None = None,
     options: Options | None = None,
     progress: Progress | None = None,
+    settings: Settings | None = None,
+    wishes: Wishes | None = None,
 ) -> list[Outcome]:
     """Re-runs what lies in `out` against its goldens; needs neither torch (but for TorchScript) nor the model.
 
     `steps`, `cases`: names; None for all. Tolerances that were given when a step was made hold again unless others are
-    given now. Nothing is written. A file whose hash has changed is a drift, before it is opened. A runtime that is
-    missing is "not run". Raises UsageError for a name that is not there, DriftError for changed goldens.
+    given now or in `settings` (`nlpconvert.settings`). `wishes`: what is to be done besides. Nothing is written. A file
+    whose hash has changed is a drift, before it is opened. A runtime that is missing is "not run". Raises UsageError
+    for a name that is not there, DriftError for changed goldens.
     """
-    options, progress, out = options or Options(), progress or Silent(), Path(out)
-    from nlpconvert import judging
+    from nlpconvert import verifying
+    from nlpconvert.settings import Settings
 
-    tolerances = plan.check_words(options)
-    record = manifest.read(out)
-    chosen = list(record.steps) if steps is None else list(dict.fromkeys(steps))
-    plan.check_step_names(chosen, tuple(record.steps), f"in {out} there is")
-    if not chosen:
-        raise DriftError(f"{out} holds no step yet, so nothing was compared; make one with `nlpconvert run`")
-    changed = manifest.tampered(record, manifest.GOLDEN, out)
-    if changed:
-        raise DriftError(f"{out}: {changed[0]} since it was recorded, so nothing can be judged by it; restore it")
-    probes = judging.stored_probes(record, out, cases)
-    return [_reverify(record, step, out, probes, tolerances, options, progress) for step in chosen]
+    return verifying.verify(
+        Path(out),
+        steps,
+        cases,
+        options or Options(),
+        progress or Silent(),
+        settings or Settings(),
+        wishes or verifying.Wishes(),
+    )
 
 
 def forgivable(names: Sequence[str]) -> tuple[str, ...]:
@@ -110,53 +126,16 @@ def exit_code(outcomes: Iterable[Outcome], allow_unverified: Sequence[str] = ())
     return worst(codes)
 
 
-def _reverify(
-    record: Manifest,
-    step: str,
-    out: Path,
-    probes: Probes,
-    tolerances: Sequence[Tolerance],
-    options: Options,
-    progress: Progress,
-) -> Outcome:
-    from nlpconvert import judging
-
-    started = time.perf_counter()
-    kept = record.record(step).outcome
-    if kept.artifact is None:
-        return Outcome(step, kept.status, kept.reason)
-    outcome = replace(record.outcome(step, out), verdict=None, reason="", seconds=0.0)
-    changed = manifest.tampered(record, step, out)
-    if changed:
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        reason = f"{'; '.join(changed[:3])}{more} since it was verified; it was not opened"
-        return replace(outcome, status="drift", reason=reason)
-    above = kept.artifact.parent
-    broken = "" if record.record(step).stale else manifest.broken_chain(record, step)
-    if broken:
-        return replace(outcome, status="drift", reason=f"{broken}; it was not opened")
-    if record.record(step).stale:
-        reason = f"it is stale: {above}, from which it was made, was replaced since"
-        return replace(outcome, status="drift", reason=reason)
-    parent = None
-    if above != "source":
-        altered = manifest.tampered(record, above, out)
-        if altered:
-            note = f"not compared with {above}, from which it was made: {altered[0]}"
-            outcome = replace(outcome, notes=(*outcome.notes, note))
-        else:
-            parent = record.artifact(above, out)
-    given = tolerances or _given(record, step)
-    outcome, _ = judging.judged(outcome, record, probes, given, options, progress, parent)
-    return replace(outcome, seconds=time.perf_counter() - started)
-
-
-def _given(record: Manifest, step: str) -> Sequence[Tolerance]:
-    """The tolerances that a person gave when the step was made, so that its verdict can be had again."""
-    from nlpconvert.validators.tolerance import Tolerance
-
-    try:
-        kept = [Tolerance.from_dict(each) for each in record.record(step).tolerances]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"the manifest's tolerances of {step} cannot be read ({error}); give --tolerance") from error
-    return list(dict.fromkeys(each.asked() for each in kept if each.given))
+def __getattr__(name: str) -> Any:
+    """What is public here and lives elsewhere: imported when it is asked for, for it brings numpy."""
+    rooms = {
+        "Wishes": ("verifying", "Wishes"),
+        "verify_foreign": ("foreign", "verify"),
+        "locate": ("locating", "locate"),
+        "diff": ("comparing", "diff"),
+        "read_settings": ("settings", "read"),
+    }
+    if name not in rooms:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room, own = rooms[name]
+    return getattr(importlib.import_module(f"nlpconvert.{room}"), own)

@@ -19,10 +19,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
+from nlpconvert import report_located, report_proof, report_scores
 from nlpconvert.artifact import Outcome
 from nlpconvert.inputs import KINDS
+from nlpconvert.proofs import Proof
 from nlpconvert.validators.findings import Comparison, Element, OutputDiff
+from nlpconvert.validators.located import Located
 from nlpconvert.validators.rows import RowDiff, RowsReport
+from nlpconvert.validators.scores import Scores
 from nlpconvert.validators.tolerance import passing
 
 STATUS_WORDS: dict[str, str] = {
@@ -53,7 +57,8 @@ def verdict_lines(
     agrees = outcome.status == "agrees"
     yield _headline(outcome, comparison, reference)
     yield ""
-    for problem in (*comparison.problems, *verdict.get("structure", ())):
+    worse = [found["text"] for found in verdict.get("regressions", ())]
+    for problem in (*comparison.problems, *verdict.get("structure", ()), *worse):
         yield f"  {problem}"
     names = max((len(_name(o)) for o in comparison.outputs), default=0)
     shapes = max((len(_kind(o)) for o in comparison.outputs), default=0)
@@ -68,10 +73,22 @@ def verdict_lines(
         yield ""
     yield from _surroundings(outcome, comparison, verdict)
     yield from _notes(outcome)
+    yield from _asked(verdict, out)
     case = next((o.worst_case for o in comparison.ranked if not o.agrees and o.worst_case), "")
     if not agrees:
+        step = "" if " --reference " in out else f" --step {outcome.step}"
         yield ""
-        yield f"Again: nlpconvert verify {out} --step {outcome.step}{f' --case {case}' if case else ''}"
+        yield f"Again: nlpconvert verify {out}{step}{f' --case {case}' if case else ''}"
+
+
+def _asked(verdict: Mapping[str, Any], out: str) -> Iterator[str]:
+    """What was asked for besides the goldens: scores on labelled rows, and the proof that the gate trips."""
+    if verdict.get("scores"):
+        yield ""
+        yield from report_scores.lines(Scores.from_dict(verdict["scores"]), out=out)
+    if verdict.get("proof"):
+        yield ""
+        yield from report_proof.lines(Proof.from_dict(verdict["proof"]))
 
 
 def warnings(outcome: Outcome) -> Iterator[str]:
@@ -90,9 +107,12 @@ def _headline(outcome: Outcome, comparison: Comparison, reference: str) -> str:
     if outcome.status != "drift":
         reason = f": {outcome.reason}" if outcome.reason else ""
         return f"{outcome.step}: {STATUS_WORDS[outcome.status]}{reason}"
+    if comparison.agrees and (outcome.verdict or {}).get("regressions"):
+        return f"{outcome.step} is worse than its baseline: {outcome.reason}"
     if bad:
         return f"{outcome.step} disagrees with {reference}: {bad} of {total} outputs out of tolerance"
-    first = next(iter(comparison.problems), "") or outcome.reason or "its structure is not the expected one"
+    said = (*comparison.problems, outcome.reason, *(outcome.verdict or {}).get("structure", ()))
+    first = next((text for text in said if text), "its structure is not the expected one")
     return f"{outcome.step} disagrees with {reference}: {first}"
 
 
@@ -252,7 +272,12 @@ def _surroundings(outcome: Outcome, comparison: Comparison, verdict: Mapping[str
         spans = comparison.spans
         yield f"  answer spans             changed in {spans.changed:,} of {_count(spans.count, 'row')}"
     if verdict.get("rows"):
-        yield from (f"  {line}" for line in _rows(RowsReport.from_dict(verdict["rows"])))
+        rows = RowsReport.from_dict(verdict["rows"])
+        told = set(rows.broken()) & set(verdict.get("structure", ()))
+        yield from (f"  {line}" for line in _rows(rows, told=bool(told)))
+    if verdict.get("localisation"):
+        where = Located.from_dict(verdict["localisation"])
+        yield f"  first to move            {report_located.first_to_move(where)}, against {where.against}"
     if verdict.get("parent_comparison"):
         parent = outcome.artifact.parent if outcome.artifact else ""
         moved = _worst(Comparison.from_dict(verdict["parent_comparison"]))
@@ -268,13 +293,16 @@ def _surroundings(outcome: Outcome, comparison: Comparison, verdict: Mapping[str
         yield f"  not applicable           case {name}: {reason}"
 
 
-def _rows(rows: RowsReport) -> Iterator[str]:
-    """Invariances, a line each: company and order, padding, repetition; what is the model's own is said apart."""
+def _rows(rows: RowsReport, told: bool) -> Iterator[str]:
+    """Invariances, a line each: company and order, padding, repetition; what is the model's own is said apart.
+
+    `told`: those that are broken stand among the problems.
+    """
     label = "row alone or in company"
     if not rows.outputs:
         yield f"{label}  not compared: no text stands in two cases that could be run"
         return
-    for worst in (o for o in rows.outputs if o.flagged):
+    for worst in (o for o in rows.outputs if o.flagged and not told):
         places = f"row {worst.row} of {worst.case} and row {worst.twin_row} of {worst.twin}"
         yield (
             f"{KINDS[worst.kind]:<23}  {_apart(worst)}, beyond the model's own in {worst.flagged:,} of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -57,14 +58,27 @@ def encoder(info: SourceInfo, tokenizer: Any, facts: Facts) -> Encode:
     lower = bool(info.sentence) and settings_file.is_file() and bool(read_json(settings_file).get("do_lower_case"))
     types = "token_type_ids" in facts.inputs
 
+    return _encode(tokenizer, facts.max_length, types, lower)
+
+
+def beside(directory: Path, facts: Facts) -> Encode:
+    """The tokenizer whose files lie in a directory, cut where the model's is. UsageError when it cannot be loaded."""
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # the files are someone else's
+        raise UsageError(first_line(error), detail=str(error)) from error
+    return _encode(tokenizer, facts.max_length, "token_type_ids" in facts.inputs, lower=False)
+
+
+def _encode(tokenizer: Any, max_length: int | None, types: bool, lower: bool) -> Encode:
     def encode(text: str, pair: str | None = None) -> dict[str, list[int]]:
         if lower:
             text, pair = text.lower(), pair.lower() if pair is not None else None
         encoded = tokenizer(
             text,
             pair,
-            truncation=facts.max_length is not None,
-            max_length=facts.max_length,
+            truncation=max_length is not None,
+            max_length=max_length,
             return_attention_mask=False,
             return_token_type_ids=types,
             verbose=False,  # a probe past the tokenizer's own idea of a limit is meant, where the model has none

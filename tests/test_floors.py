@@ -126,10 +126,19 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/giveback.py", 1),
     Room("nlpconvert/recipe.py", 1, _set("safetensors")),
     Room("nlpconvert/profiles.py", 1),
+    Room("nlpconvert/breaks.py", 1, rooms=_set("nlpconvert.backends")),
+    Room("nlpconvert/proofs.py", 1),
+    Room("nlpconvert/renaming.py", 1),
+    Room("nlpconvert/settings.py", 1),
+    Room("nlpconvert/tokens.py", 1),
+    Room("nlpconvert/labelled.py", 1),
+    Room("nlpconvert/marking.py", 1),
     # What builder and runner of engines share: which flavour, which GPU, what lies beside an engine.
     Room("nlpconvert/engines.py", 1),
     # safetensors with numpy only: goldens are read where there is no torch.
     Room("nlpconvert/golden.py", 1, _set("safetensors")),
+    # BLEU is sacrebleu's: its counts are what others report.
+    Room("validators/metrics_text.py", 1, late=_set("sacrebleu")),
     # A structure check opens the artifact's own file, inside its function.
     Room("validators/*.py", 1, late=_set("onnx onnx_ir")),
     # The source room: `source` loads, the five others are its parts.
@@ -143,6 +152,7 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/facts.py", 2, rooms=_set("nlpconvert.checkpoint nlpconvert.tokenizer")),
     Room("nlpconvert/tokenizer.py", 2, _set("transformers"), rooms=_set("nlpconvert.checkpoint")),
     Room("nlpconvert/weights.py", 2, _set("torch transformers"), rooms=_set("nlpconvert.checkpoint")),
+    Room("nlpconvert/exact.py", 2, _set("torch")),
     Room("nlpconvert/forward.py", 2, _set("torch"), rooms=_set("nlpconvert.checkpoint")),
     Room("nlpconvert/triton.py", 2, _set("tritonclient google")),
     Room("convert/torchscript.py", 2, _set("torch"), bars=_NO_JUDGE),
@@ -154,6 +164,10 @@ ROOMS: tuple[Room, ...] = (
         bars=_NO_JUDGE,
     ),
     Room("convert/onnx_graph.py", 2, _set("onnx_ir"), bars=_NO_JUDGE),
+    # Breaking artifacts on purpose: with plain protobuf, so that it runs where there is no onnx_ir.
+    Room("convert/breaking.py", 2, _set("onnx"), rooms=_set("nlpconvert.convert.breaking_graph"), bars=_NO_JUDGE),
+    Room("convert/breaking_graph.py", 2, _set("onnx"), bars=_NO_JUDGE),
+    Room("convert/breaking_torchscript.py", 2, _set("torch"), bars=_NO_JUDGE),
     Room(
         "convert/half.py",
         2,
@@ -209,12 +223,16 @@ ROOMS: tuple[Room, ...] = (
         rooms=_set("nlpconvert.convert.linear nlpconvert.convert.onnx_graph nlpconvert.convert.rewriting"),
         bars=_NO_JUDGE,
     ),
+    Room("convert/tapping.py", 2, _set("onnx"), bars=_NO_JUDGE),
     Room("convert/derived.py", 2, _set("onnx onnx_ir"), rooms=_set("nlpconvert.convert.onnx_graph"), bars=_NO_JUDGE),
     # The builder runs in a process of its own, which alone imports it.
     Room("convert/tensorrt.py", 2, bars=_NO_JUDGE),
     # How an artifact is run: the interface that the files beside it fill.
     Room("nlpconvert/backends/__init__.py", 1),
+    Room("nlpconvert/backends/renamed.py", 2, rooms=_set("nlpconvert.backends")),
     Room("nlpconvert/backends/torchscript.py", 2, _set("torch"), rooms=_set("nlpconvert.backends")),
+    Room("nlpconvert/backends/torchscript_taps.py", 2, _set("torch"), rooms=_set("nlpconvert.backends")),
+    Room("nlpconvert/backends/pytorch_taps.py", 2, _set("torch"), rooms=_set("nlpconvert.backends")),
     Room("nlpconvert/backends/onnxruntime.py", 2, _set("onnxruntime"), rooms=_set("nlpconvert.backends")),
     Room(
         "nlpconvert/backends/tensorrt.py",
@@ -225,6 +243,13 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/backends/trt_child.py", 2, _set("polygraphy tensorrt tensorrt_rtx")),
     Room("nlpconvert/reference.py", 3),
     Room("nlpconvert/judging.py", 3),
+    Room("nlpconvert/proving.py", 3),
+    Room("nlpconvert/noise.py", 3),
+    Room("nlpconvert/foreign.py", 3),
+    Room("nlpconvert/verifying.py", 3),
+    Room("nlpconvert/locating.py", 3),
+    Room("nlpconvert/against_model.py", 3),
+    Room("nlpconvert/pieces.py", 3),
     Room("nlpconvert/plan.py", 3),
     Room("nlpconvert/line.py", 3),
     Room("nlpconvert/making.py", 3),
@@ -236,8 +261,39 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/weight_search.py", 3),
     Room("nlpconvert/bench.py", 3),
     Room("nlpconvert/doctor.py", 3),
-    Room("nlpconvert/report.py", 4),
-    Room("nlpconvert/cli.py", 5, rooms=_set("nlpconvert.terminal")),
+    Room("nlpconvert/comparing.py", 3),
+    Room("nlpconvert/rechecking.py", 3),
+    Room("nlpconvert/scoring.py", 3),
+    Room(
+        "nlpconvert/report.py",
+        4,
+        rooms=_set("nlpconvert.report_located nlpconvert.report_proof nlpconvert.report_scores"),
+    ),
+    Room("nlpconvert/report_proof.py", 4),
+    # How numbers are worded is the report's; a page is put together from its parts.
+    Room("nlpconvert/github.py", 4, rooms=_set("nlpconvert.report")),
+    Room("nlpconvert/plots.py", 4),
+    Room("nlpconvert/values.py", 4),
+    Room("nlpconvert/html_output.py", 4, rooms=_set("nlpconvert.report nlpconvert.plots nlpconvert.values")),
+    Room(
+        "nlpconvert/html_step.py",
+        4,
+        rooms=_set("nlpconvert.report nlpconvert.plots nlpconvert.values nlpconvert.html_output"),
+    ),
+    Room(
+        "nlpconvert/html.py",
+        4,
+        late=_set("markupsafe"),  # jinja2's own half
+        rooms=_set("nlpconvert.report nlpconvert.plots nlpconvert.html_step"),
+    ),
+    Room("nlpconvert/report_located.py", 4),
+    # How a status and a size are worded is the report's.
+    Room("nlpconvert/report_diff.py", 4, rooms=_set("nlpconvert.report")),
+    Room("nlpconvert/report_scores.py", 4),
+    Room("nlpconvert/cli.py", 5, rooms=_set("nlpconvert.terminal nlpconvert.gate nlpconvert.options")),
+    # The commands of the gate, and the options' words that the commands share.
+    Room("nlpconvert/gate.py", 5, rooms=_set("nlpconvert.terminal nlpconvert.options")),
+    Room("nlpconvert/options.py", 5, rooms=_set("nlpconvert.terminal")),
     Room("nlpconvert/terminal.py", 5),
 )
 

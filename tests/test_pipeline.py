@@ -202,7 +202,7 @@ def test_the_manifest_says_everything(classifier: Path, classifier_out: Path) ->
     assert data["source"]["task"] == "text-classification"
     assert data["source"]["files"]["model.safetensors"] == disk.sha256_file(classifier / "model.safetensors")
     assert set(data["golden"]["files"]) == {"golden.json", "inputs.safetensors", "outputs.safetensors"}
-    assert len(data["golden"]["cases"]) == 22
+    assert len(data["golden"]["cases"]) == 24
     assert {"torch", "transformers", "onnx", "onnxruntime", "nlpconvert"} <= set(data["versions"])
     assert data["host"]["cpu_flags"] and data["host"]["python"]
     assert list(data["steps"]) == ["torchscript", "onnx", "trt"]
@@ -220,7 +220,7 @@ def test_the_manifest_says_everything(classifier: Path, classifier_out: Path) ->
     verdict = onnx["verdict"]
     assert (verdict["provider"], verdict["precision"]) == ("CPUExecutionProvider", "float32")
     assert verdict["probe_sha256"] == data["golden"]["probe_sha256"]
-    assert verdict["cases"] == 22 and verdict["structure"] == []
+    assert verdict["cases"] == 24 and verdict["structure"] == []
     assert verdict["host"]["cpu_flags"] and verdict["versions"]["onnxruntime"]
     assert [tolerance["measure"] for tolerance in onnx["tolerances"]] == ["rel"]
 
@@ -282,7 +282,7 @@ def test_data_joins_the_probe_set(make: Any, name: str, columns: str, classifier
     options = Options(data=make(tmp_path / name), columns=columns)
     (outcome,) = pipeline.convert_step("torchscript", str(classifier), out, options=options)
     assert outcome.status == "agrees" and outcome.verdict is not None
-    assert outcome.verdict["cases"] == 24
+    assert outcome.verdict["cases"] == 26
     cases, answers = golden.read(out / "golden")
     ours = [case for case in cases if case.from_data]
     assert [case.name for case in ours] == ["data-0001", "data-0002"]
@@ -304,11 +304,11 @@ def test_a_step_that_is_added_is_judged_by_the_same_data(
     }
     before = times(out / "golden")
     (outcome,) = pipeline.convert_step("torchscript", str(classifier), out, options=Options(force=True))
-    assert outcome.verdict is not None and outcome.verdict["cases"] == 24
+    assert outcome.verdict is not None and outcome.verdict["cases"] == 26
     assert times(out / "golden") == before
     # Those that lay there are held against the larger probe set from now on.
     (onnx,) = pipeline.verify(out, steps=["onnx"])
-    assert onnx.status == "agrees" and onnx.verdict is not None and onnx.verdict["cases"] == 24
+    assert onnx.status == "agrees" and onnx.verdict is not None and onnx.verdict["cases"] == 26
 
 
 def test_data_needs_a_tokenizer(features: Path, tmp_path: Path) -> None:
@@ -383,7 +383,8 @@ def test_a_parent_that_cannot_be_run_is_a_note(
     record = manifest.read(out)
     outcome = record.outcome("torchscript", out)
     assert outcome.artifact is not None
-    artifact = dataclasses.replace(outcome.artifact, parent="onnx")
+    above = record.artifact("onnx", out).sha256
+    artifact = dataclasses.replace(outcome.artifact, parent="onnx", parent_sha256=above)
     record.with_step(dataclasses.replace(outcome, artifact=artifact)).write(out)
     (verified,) = pipeline.verify(out, steps=["torchscript"])
     assert verified.status == "agrees" and verified.verdict is not None

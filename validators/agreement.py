@@ -128,14 +128,15 @@ class Near:
 
 def _unit(rows: np.ndarray) -> np.ndarray:
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
-    return np.divide(rows, norms, out=np.zeros_like(rows), where=norms > 0)
+    found: np.ndarray = np.divide(rows, norms, out=np.zeros_like(rows), where=norms > 0)
+    return found
 
 
 def _spearman(before: np.ndarray, after: np.ndarray) -> np.ndarray:
     """Pearson's correlation of ranks, row by row."""
-    one, two = (values.argsort(axis=1).argsort(axis=1).astype(np.float64) for values in (before, after))
     middle = (before.shape[1] - 1) / 2
-    one, two = one - middle, two - middle
+    one = before.argsort(axis=1).argsort(axis=1).astype(np.float64) - middle
+    two = after.argsort(axis=1).argsort(axis=1).astype(np.float64) - middle
     found: np.ndarray = (one * two).sum(axis=1) / np.sqrt((one**2).sum(axis=1) * (two**2).sum(axis=1))
     return found
 
@@ -168,8 +169,8 @@ class Spans:
         """One case; nothing where an output is missing or of another shape, which is the tally's to say."""
         if len(self._outputs) < 2:
             return
-        changed: np.ndarray | None = None
-        rows: np.ndarray | None = None
+        changed: Any = None
+        rows: Any = None
         for output in self._outputs:
             reference, given = answers.get(output.name), candidate.get(output.name)
             if reference is None or given is None or given.shape != reference.shape:
@@ -181,8 +182,8 @@ class Spans:
             rows = mask.any(axis=1)
             ours = np.where(mask, reference.values, -np.inf).argmax(axis=1)
             theirs = np.where(mask, given, -np.inf).argmax(axis=1)
-            changed = (ours != theirs) if changed is None else changed | (ours != theirs)
-        assert rows is not None and changed is not None
+            differ = np.asarray(ours != theirs)
+            changed = differ if changed is None else np.logical_or(changed, differ)
         self._found = Units(self._found.count + int(rows.sum()), self._found.changed + int((changed & rows).sum()))
 
     def found(self) -> Units | None:

@@ -71,8 +71,8 @@ class RowsReport:
     def broken(self) -> list[str]:
         """A sentence for each output and kind in which the artifact, beyond the model itself, answers otherwise."""
         return [
-            f"{o.name} differs by {o.worst_abs:.1e} between row {o.row} of {o.case} and row {o.twin_row} of {o.twin}: "
-            f"{KINDS[o.kind]} must not matter, and in the reference it does not ({o.flagged} of {o.pairs} pairs)"
+            f"{o.name}: {KINDS[o.kind]} must not matter, and differs by {o.worst_abs:.1e} between row {o.row} of "
+            f"{o.case} and row {o.twin_row} of {o.twin}{_own(o)}; so in {o.flagged} of {o.pairs} pairs"
             for o in self.outputs
             if o.flagged
         ]
@@ -102,6 +102,10 @@ class RowsReport:
             for o in data["outputs"]
         )
         return cls(outputs, data["pairs"], tuple(data["problems"]))
+
+
+def _own(found: RowDiff) -> str:
+    return "" if found.reference_abs is None else f" (PyTorch's own {found.reference_abs:.1e})"
 
 
 @dataclass(frozen=True)

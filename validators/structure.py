@@ -44,6 +44,22 @@ def onnx_specs(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ..
     return inputs, tuple(_declared(value) for value in graph.output)
 
 
+def onnx_data_files(path: Path) -> tuple[str, ...]:
+    """Files beside an ONNX file that hold its weights, relative to its directory, each once."""
+    import onnx
+    from onnx.external_data_helper import uses_external_data
+
+    graph = onnx.load(str(path), load_external_data=False).graph
+    places = (
+        entry.value
+        for tensor in graph.initializer
+        if uses_external_data(tensor)
+        for entry in tensor.external_data
+        if entry.key == "location"
+    )
+    return tuple(dict.fromkeys(places))
+
+
 def _declared(value: Any) -> TensorSpec:
     import onnx
 

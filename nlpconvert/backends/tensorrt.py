@@ -74,6 +74,8 @@ def open(artifact: Artifact, *, device: str = "cuda", threads: int | None = None
     Raises DriftError when engine or sidecar is not what was built, CannotRunHere when this machine cannot run it: the
     flavour is missing or of another version, there is no GPU, or one of another compute capability.
     """
+    if artifact.made_by.get("foreign"):
+        return open_foreign(artifact)
     sidecar, here = engines.read_sidecar(artifact.path), engines.runtime_here()
     compare(artifact, sidecar, here)
     runner = _load(artifact, sidecar)
@@ -85,6 +87,48 @@ def open(artifact: Artifact, *, device: str = "cuda", threads: int | None = None
         provider=f"{sidecar.flavour} {runner.version} on {gpu}",
         precision=f"{sidecar.precision} with TF32 products" if sidecar.tf32 else sidecar.precision,
     )
+
+
+class ForeignEngine:
+    """An engine that came without a sidecar: its profile is not known, so a batch it refuses is one outside of it."""
+
+    def __init__(self, runner: Runner, *, provider: str, precision: str) -> None:
+        self.provider = provider
+        self.precision = precision
+        self.inputs = tuple(runner.dtypes)
+        self._runner = runner
+
+    def run(self, batch: Batch) -> dict[str, np.ndarray]:
+        """One forward pass. Raises OutOfProfile, with what the engine says, for a batch it refuses."""
+        feed = {name: cast(name, batch[name], dtype) for name, dtype in self._runner.dtypes.items()}
+        try:
+            return self._runner.infer(feed)
+        except RuntimeError as error:
+            raise OutOfProfile(f"the engine refuses the batch: {error}") from error
+
+    def close(self) -> None:
+        """Frees what the engine holds on the GPU."""
+        self._runner.close()
+
+
+def open_foreign(artifact: Artifact) -> ForeignEngine:
+    """Opens an engine that says nothing of itself, with the flavour that is installed here.
+
+    Raises CannotRunHere: no flavour, no GPU, or an engine of another version or GPU.
+    """
+    here = engines.runtime_here()
+    if here.gpu is None:
+        raise CannotRunHere(here.no_gpu)
+    flavour, version = engines.choose(None, here)
+    os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(flavour.name == "tensorrt-rtx"))
+    try:
+        from nlpconvert.backends import trt_engine
+
+        runner = trt_engine.Loaded(artifact.path)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise CannotRunHere(f"{flavour.name} {version} cannot load the engine here: {error}") from error
+    where = f"{flavour.name} {runner.version} on {here.gpu.name}"
+    return ForeignEngine(runner, provider=where, precision=artifact.precision)
 
 
 def compare(artifact: Artifact, sidecar: Sidecar, here: Here) -> None:

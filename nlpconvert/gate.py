@@ -1,0 +1,240 @@
+"""Floor 5: the gate's commands: verify, locate and diff. Signatures and help; nothing is decided here."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nlpconvert.errors import UsageError
+from nlpconvert.options import (
+    AllowUnverified,
+    Columns,
+    Device,
+    Force,
+    Json,
+    MaxMemory,
+    Provider,
+    Quiet,
+    RemoteCode,
+    Revision,
+    Task,
+    Threads,
+    Tolerance,
+    Verbose,
+    names,
+    options,
+    tell,
+)
+from nlpconvert.terminal import Terminal
+
+if TYPE_CHECKING:
+    from nlpconvert.artifact import Outcome
+
+Subject = Annotated[
+    Path,
+    typer.Argument(help="A directory that nlpconvert has made; with --reference a model file.", show_default=False),
+]
+Old = Annotated[Path, typer.Argument(help="An OUT directory or a nlpconvert.json.", show_default=False)]
+
+
+def verify(
+    out: Subject,
+    step: Annotated[list[str] | None, typer.Option(help="Only this step.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="Only this probe case.")] = None,
+    tolerance: Tolerance = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Settings: nlpconvert.toml, or a pyproject.toml; else those found here.")
+    ] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="An older nlpconvert.json: what is worse than in it fails, in tolerance or not.")
+    ] = None,
+    recheck: Annotated[bool, typer.Option("--recheck", help="Judge what was recorded anew; run nothing.")] = False,
+    prove: Annotated[bool, typer.Option("--prove", help="Break each artifact on purpose: does the gate trip?")] = False,
+    data: Annotated[Path | None, typer.Option(help="Labelled rows for --metric: .jsonl or .csv.")] = None,
+    columns: Columns = "",
+    metric: Annotated[
+        str | None, typer.Option(help="accuracy, f1, spearman, squad, perplexity or bleu, on --data.")
+    ] = None,
+    fail_if: Annotated[str | None, typer.Option(help='"accuracy drops by 0.5% at 95%", "f1 below 0.9".')] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="The model to judge a file by that another tool made (or to score --data with).")
+    ] = None,
+    map: Annotated[list[str] | None, typer.Option("--map", help="theirs=ours: an input or output by name.")] = None,
+    precision: Annotated[str | None, typer.Option(help="What to judge the file as: float32, int8, ...")] = None,
+    keep: Annotated[Path | None, typer.Option("-o", "--out", help="Keep file, goldens and manifest here.")] = None,
+    force: Force = False,
+    task: Task = None,
+    revision: Revision = None,
+    max_memory: MaxMemory = 4.0,
+    trust_remote_code: RemoteCode = False,
+    device: Device = "cpu",
+    provider: Provider | None = None,
+    threads: Threads = None,
+    allow_unverified: AllowUnverified = "",
+    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML here.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write JSON here; - is standard output.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a report here: one HTML file that opens offline.")] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Judge again what lies in OUT, on this machine; needs neither torch nor the model. Writes nothing into OUT.
+
+    With --reference: a file that another tool made, against a model.
+    """
+    from nlpconvert import pipeline
+
+    chosen = pipeline.read_settings(config)
+    if html is not None:
+        from nlpconvert import html as page
+
+        page.check()
+    given = options(
+        tolerance=tolerance,
+        device=device,
+        provider=provider or chosen.provider or "cpu",
+        threads=threads if threads is not None else chosen.threads,
+        task=task,
+        revision=revision,
+        max_memory=max_memory,
+        trust_remote_code=trust_remote_code,
+        force=force,
+    )
+    forgiven = pipeline.forgivable([*names(allow_unverified), *chosen.allow_unverified])
+    ours = (out / "nlpconvert.json").is_file()
+    _check(out, ours, reference, map, precision, keep)
+    with Terminal(quiet) as terminal:
+        if ours:
+            wishes = pipeline.Wishes(
+                recheck=recheck,
+                baseline=baseline or chosen.baseline,
+                prove=prove,
+                data=data,
+                columns=columns,
+                metric=metric,
+                fail_if=fail_if,
+                model=reference,
+            )
+            outcomes = pipeline.verify(
+                out, steps=step, cases=case, options=given, progress=terminal, settings=chosen, wishes=wishes
+            )
+        else:
+            assert reference is not None
+            for option, value in (("--step", step), ("--recheck", recheck), ("--prove", prove), ("--metric", metric)):
+                if value:
+                    kept = "keep it with -o OUT, then verify OUT"
+                    raise UsageError(f"{option} is about a directory that nlpconvert has made; {kept}")
+            outcomes = pipeline.verify_foreign(
+                out, reference, out=keep, mapping=map or (), precision=precision, cases=case, options=given,
+                progress=terminal,
+            )  # fmt: skip
+        terminal.stop()
+        code = pipeline.exit_code(outcomes, forgiven)
+        said = shlex.quote(str(out)) if ours else f"{shlex.quote(str(out))} --reference {shlex.quote(str(reference))}"
+        _documents(outcomes, out if ours else keep, said, junit, json, html, code, forgiven)
+        tell(terminal, outcomes, said, forgiven, verbose, to_stdout=json is None or str(json) != "-")
+    raise typer.Exit(code)
+
+
+def _check(
+    out: Path, ours: bool, reference: str | None, map: Sequence[str] | None, precision: str | None, keep: Path | None
+) -> None:
+    """Which of the two verifications is meant, and that nothing is given that only the other one takes."""
+    if ours:
+        for option, value in (("--map", map), ("--precision", precision), ("-o", keep)):
+            if value:
+                raise UsageError(f"{option} is about a file that another tool made, and {out} is nlpconvert's own")
+    elif reference is None and (out.is_file() or (out / "model.onnx").is_file()):
+        raise UsageError(f"{out} is no directory that nlpconvert has made; judge a file by a model: --reference MODEL")
+    elif reference is None:
+        from nlpconvert import manifest
+
+        manifest.read(out)  # says what is missing
+
+
+def _documents(
+    outcomes: Sequence[Outcome],
+    out: Path | None,
+    said: str,
+    junit: Path | None,
+    json: Path | None,
+    html: Path | None,
+    code: int,
+    forgiven: Sequence[str],
+) -> None:
+    from nlpconvert import disk, github, report
+
+    if junit is not None:
+        disk.write_text_atomic(junit, report.junit(outcomes, out=said))
+    if json is not None and str(json) == "-":
+        print(report.to_json(outcomes), end="")
+    elif json is not None:
+        disk.write_text_atomic(json, report.to_json(outcomes))
+    if html is not None:
+        from datetime import UTC, datetime
+
+        from nlpconvert import html as page
+        from nlpconvert import manifest
+
+        recorded = manifest.read(out).to_json() if out is not None else None
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        text = page.render(
+            outcomes, out=said, recorded=recorded, recipes=page.recipes(outcomes), exit_code=code, when=when
+        )
+        disk.write_text_atomic(html, text)
+    if github.here(os.environ):
+        for line in github.annotations(outcomes, forgiven=forgiven):
+            print(line)
+        place = os.environ.get(github.SUMMARY)
+        if place:
+            with open(place, "a", encoding="utf-8") as file:
+                file.write(github.summary(outcomes, out=said))
+
+
+def locate(
+    out: Annotated[Path, typer.Argument(help="A directory that nlpconvert has made.", show_default=False)],
+    step: Annotated[str, typer.Option(help="The step that moved.", show_default=False)],
+    against: Annotated[str | None, typer.Option(help="Another ONNX step; else the one it was made from.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model it was made from, run in PyTorch.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="Only this probe case.")] = None,
+    threads: Threads = None,
+    trust_remote_code: RemoteCode = False,
+    svg: Annotated[Path | None, typer.Option(help="Write the plot here.")] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Which module of a step moved first: the drift that arrives at each, and what it introduces itself."""
+    from nlpconvert import disk, pipeline, report_located
+
+    given = options(threads=threads, trust_remote_code=trust_remote_code)
+    with Terminal(quiet) as terminal:
+        found = pipeline.locate(out, step, against=against, model=model, cases=case, options=given, progress=terminal)
+        terminal.stop()
+    if svg is not None:
+        disk.write_text_atomic(svg, report_located.plot(found))
+    if json:
+        import json as format_json
+
+        print(format_json.dumps(found.to_dict(), indent=2))
+    else:
+        for line in report_located.lines(found, verbose=verbose):
+            print(line)
+
+
+def diff(old: Old, new: Old, json: Json = False) -> None:
+    """What differs between two manifests: verdicts, measures, bounds, files, versions, machine. Nothing is run."""
+    from nlpconvert import comparing, report_diff
+
+    found = comparing.diff(old, new)
+    if json:
+        import json as format_json
+
+        print(format_json.dumps(found.to_dict(), indent=2))
+        return
+    for line in report_diff.lines(found):
+        print(line)
