@@ -124,7 +124,7 @@ def open_artifact(artifact: Artifact, options: Options) -> Session:
     where = {"onnx": options.provider, "torchscript": options.device, "tensorrt": "cuda"}[artifact.format]
     try:
         backend = importlib.import_module(runtime.module)
-        session: Session = backend.open(artifact, device=where, threads=options.threads)
+        session: Session = backend.open(_itself(artifact), device=where, threads=options.threads)
     except MissingPackage as error:
         raise CannotRunHere(str(error)) from error
     except ImportError as error:
@@ -138,6 +138,16 @@ def open_artifact(artifact: Artifact, options: Options) -> Session:
         session.close()
         raise CannotRunHere("what it reads and gives is not known yet: verify the file itself here, with --reference")
     return RenamedSession(session, made["inputs"], made["outputs"], made["types"])
+
+
+def _itself(artifact: Artifact) -> Artifact:
+    """A foreign artifact with the names of its own inputs, which its backend asks for."""
+    if not artifact.made_by.get("foreign"):
+        return artifact
+    theirs = {ours: name for name, ours in artifact.made_by.get("inputs", {}).items()}
+    return replace(
+        artifact, inputs=tuple(replace(spec, name=theirs.get(spec.name, spec.name)) for spec in artifact.inputs)
+    )
 
 
 def lacks(package: str) -> bool:
