@@ -14,7 +14,7 @@ INSTALL = $(PIP) install --quiet $(PIP_ARGS) -c constraints.txt
 PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-all lint browser bench clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -24,16 +24,25 @@ demo: $(VENV)/.user ## convert a small classifier to TorchScript, ONNX and Tenso
 	rm -rf demo-out
 	$(BIN)/nlpconvert run fixtures/bert-text-classifier -o demo-out --allow-unverified trt
 
-test: lint ## everything that is quick: lint, types and the tests not marked slow (what CI runs)
+test: lint browser ## everything that is quick: lint, types and the tests not marked slow (what CI runs)
 	$(PYTEST) -m "not slow"
 
-test-all: lint ## everything, slow tests too
+test-all: lint browser ## everything, slow tests too
 	$(PYTEST)
 
 lint: $(VENV)/.dev ## ruff (rules and form) and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Debian's chromium where no browser is found and root, or sudo without a password, works; else the tests say what is
+# missing.
+browser: $(VENV)/.dev ## a headless browser for the tests of the HTML report
+	@$(BIN)/python -m tests.browser >/dev/null 2>&1 || ! command -v apt-get >/dev/null || { \
+		root=; [ "$$(id -u)" = 0 ] || root='sudo -n'; \
+		$$root apt-get -qq update && \
+		DEBIAN_FRONTEND=noninteractive $$root apt-get -qq install -y --no-install-recommends chromium fonts-dejavu-core \
+			>/dev/null; } || true
 
 bench: $(VENV)/.dev ## the benchmarks; nothing else should be running
 	$(BIN)/python benchmarks/run.py

@@ -37,7 +37,13 @@ GROWTH_FLAGGED = 1.2
 """A file this many times larger than the unique parameters is flagged."""
 
 # Files beside the weights that other tools need to open the directory.
-COMPANIONS: tuple[str, ...] = ("config.json", "generation_config.json", "chat_template.jinja", *TOKENIZER_FILES)
+COMPANIONS: tuple[str, ...] = (
+    "config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "sentence_bert_config.json",
+    *TOKENIZER_FILES,
+)
 
 
 def convert(

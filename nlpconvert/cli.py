@@ -294,14 +294,14 @@ def _line(
     verbose: bool,
     json: bool,
 ) -> None:
-    from nlpconvert import pipeline, report
+    from nlpconvert import documents, pipeline
 
     forgiven = pipeline.forgivable(names(allow_unverified))
     with Terminal(quiet) as terminal:
         outcomes = pipeline.run(model, out, to=to, options=options(**given), progress=terminal)
         terminal.stop()
         if json:
-            print(report.to_json(outcomes), end="")
+            print(documents.to_json(outcomes), end="")
         tell(terminal, outcomes, out, forgiven, verbose, to_stdout=not json)
     raise typer.Exit(pipeline.exit_code(outcomes, forgiven))
 

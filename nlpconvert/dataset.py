@@ -11,6 +11,7 @@ import csv
 import hashlib
 import io
 import json
+import math
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,14 +44,18 @@ def parse_columns(text: str) -> dict[str, str]:
     return columns
 
 
-def read(path: Path, task: str, *, columns: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+def read(
+    path: Path, task: str, *, columns: Mapping[str, str] | None = None, more: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """The rows of a data file, with the task's own column names and nothing else; never empty.
 
     `columns` gives the file's name for a column where it is another. An optional column that a row lacks (or that is
-    null, or an empty CSV cell) is left out of that row; one named in `columns` must be there. Blank lines are skipped.
+    null, or an empty CSV cell) is left out of that row; one named in `columns` must be there. `more` names columns that
+    a metric needs and the task has not, optional ones. Blank lines are skipped.
     Raises UsageError for everything that is wrong with the file.
     """
-    known = {column.strip("[]"): not column.startswith("[") for column in TASKS[task].columns}
+    known = dict.fromkeys(more, False)
+    known |= {column.strip("[]"): not column.startswith("[") for column in TASKS[task].columns}
     renamed = dict(columns or {})
     for ours in renamed:
         if ours not in known:
@@ -194,8 +199,8 @@ def _row(
 
 
 def _from_cell(column: str, cell: Any) -> Any:
-    """A CSV cell is text: lists stand in it as JSON, a label of digits is a number."""
-    if column in _LISTS:
+    """A CSV cell is text: lists and scores stand in it as JSON, a label of digits is a number."""
+    if column in (*_LISTS, "score"):
         try:
             return json.loads(cell)
         except (ValueError, RecursionError):
@@ -220,6 +225,9 @@ def _wrong(column: str, value: Any) -> str:
     """What is wrong with a value, "" when nothing is."""
     if column == "label":
         return "" if _is_label(value) else f"is {_kind(value)}, not a text or a whole number"
+    if column == "score":
+        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return "" if good else f"is {_kind(value)}, not a number that is finite"
     if column == "tags":
         good = isinstance(value, list) and all(_is_label(tag) for tag in value)
         return "" if good else f"is {_kind(value)}, not a list of texts or whole numbers"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -166,14 +167,14 @@ def _documents(
     code: int,
     forgiven: Sequence[str],
 ) -> None:
-    from nlpconvert import disk, github, report
+    from nlpconvert import disk, documents, github
 
     if junit is not None:
-        disk.write_text_atomic(junit, report.junit(outcomes, out=said))
+        disk.write_text_atomic(junit, documents.junit(outcomes, out=said))
     if json is not None and str(json) == "-":
-        print(report.to_json(outcomes), end="")
+        print(documents.to_json(outcomes), end="")
     elif json is not None:
-        disk.write_text_atomic(json, report.to_json(outcomes))
+        disk.write_text_atomic(json, documents.to_json(outcomes))
     if html is not None:
         from datetime import UTC, datetime
 
@@ -187,8 +188,9 @@ def _documents(
         )
         disk.write_text_atomic(html, text)
     if github.here(os.environ):
-        for line in github.annotations(outcomes, forgiven=forgiven):
-            print(line)
+        file = f"{out}/nlpconvert.json" if out is not None and not out.is_absolute() else ""
+        for line in github.annotations(outcomes, forgiven=forgiven, file=file):
+            print(line, file=sys.stderr)
         place = os.environ.get(github.SUMMARY)
         if place:
             with open(place, "a", encoding="utf-8") as file:

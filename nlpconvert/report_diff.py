@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from nlpconvert.report import STATUS_WORDS, size
+from nlpconvert.report import STATUS_WORDS
+from nlpconvert.wording import size
 
 if TYPE_CHECKING:
     from nlpconvert.comparing import Change, Difference, OutputChange, StepChange

@@ -262,6 +262,8 @@ def _with_scores(outcome: Outcome, scores: Scores | None) -> Outcome:
     if scores is None or outcome.verdict is None:
         return outcome
     scored = replace(outcome, verdict={**outcome.verdict, "scores": scores.to_dict()})
+    if scores.status == "not run" and outcome.status == "agrees":
+        return replace(scored, status="not run", reason=f"it could not be scored here: {scores.reason}")
     if not scores.failed:
         return scored
     tripped = [each.text for each in scores.fail_if if each.failed]

@@ -261,3 +261,20 @@ def test_an_overlap_is_an_error() -> None:
 def test_too_few_different_texts() -> None:
     with pytest.raises(UsageError, match=r"50 rows with 1 different texts leave nothing to \w+ and \w+ on"):
         split([{"text": "the same"}] * 50)
+
+
+def test_columns_that_a_metric_needs_besides(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.csv"
+    path.write_text("s1,s2,label\nOne cat.,A cat.,4.2\nTwo,,3\n")
+    columns = {"text": "s1", "text_pair": "s2", "score": "label"}
+    with pytest.raises(UsageError, match="has no column 'text_pair'"):
+        read(path, "sentence-embedding", columns=columns)
+    rows = read(path, "sentence-embedding", columns=columns, more=("text_pair", "score"))
+    assert rows[0] == {"text": "One cat.", "text_pair": "A cat.", "score": 4.2}
+    assert rows[1] == {"text": "Two", "score": 3}, "an optional one may be empty"
+    path.write_text("text,score\nOne,high\n")
+    with pytest.raises(UsageError, match=r"column 'score' is a text, not a number that is finite"):
+        read(path, "sentence-embedding", more=("score",))
+    path.with_suffix(".jsonl").write_text('{"text": "a", "score": NaN}\n')
+    with pytest.raises(UsageError, match="not a number that is finite"):
+        read(path.with_suffix(".jsonl"), "sentence-embedding", more=("score",))

@@ -224,6 +224,7 @@ ROOMS: tuple[Room, ...] = (
         bars=_NO_JUDGE,
     ),
     Room("convert/tapping.py", 2, _set("onnx"), bars=_NO_JUDGE),
+    Room("convert/matching.py", 2, _set("onnx"), rooms=_set("nlpconvert.convert.tapping"), bars=_NO_JUDGE),
     Room("convert/derived.py", 2, _set("onnx onnx_ir"), rooms=_set("nlpconvert.convert.onnx_graph"), bars=_NO_JUDGE),
     # The builder runs in a process of its own, which alone imports it.
     Room("convert/tensorrt.py", 2, bars=_NO_JUDGE),
@@ -267,28 +268,42 @@ ROOMS: tuple[Room, ...] = (
     Room(
         "nlpconvert/report.py",
         4,
-        rooms=_set("nlpconvert.report_located nlpconvert.report_proof nlpconvert.report_scores"),
+        rooms=_set(
+            "nlpconvert.report_located nlpconvert.report_output nlpconvert.report_proof nlpconvert.report_scores "
+            "nlpconvert.wording"
+        ),
     ),
+    Room("nlpconvert/wording.py", 4),
+    Room("nlpconvert/report_output.py", 4, rooms=_set("nlpconvert.wording")),
+    Room("nlpconvert/documents.py", 4, rooms=_set("nlpconvert.report nlpconvert.report_output nlpconvert.wording")),
     Room("nlpconvert/report_proof.py", 4),
     # How numbers are worded is the report's; a page is put together from its parts.
-    Room("nlpconvert/github.py", 4, rooms=_set("nlpconvert.report")),
+    Room("nlpconvert/github.py", 4, rooms=_set("nlpconvert.report nlpconvert.wording")),
     Room("nlpconvert/plots.py", 4),
     Room("nlpconvert/values.py", 4),
-    Room("nlpconvert/html_output.py", 4, rooms=_set("nlpconvert.report nlpconvert.plots nlpconvert.values")),
+    Room(
+        "nlpconvert/html_output.py",
+        4,
+        rooms=_set("nlpconvert.report nlpconvert.wording nlpconvert.plots nlpconvert.values"),
+    ),
     Room(
         "nlpconvert/html_step.py",
         4,
-        rooms=_set("nlpconvert.report nlpconvert.plots nlpconvert.values nlpconvert.html_output"),
+        rooms=_set(
+            "nlpconvert.report nlpconvert.wording nlpconvert.plots nlpconvert.values nlpconvert.html_output "
+            "nlpconvert.html_asked"
+        ),
     ),
+    Room("nlpconvert/html_asked.py", 4, rooms=_set("nlpconvert.report_scores")),
     Room(
         "nlpconvert/html.py",
         4,
         late=_set("markupsafe"),  # jinja2's own half
-        rooms=_set("nlpconvert.report nlpconvert.plots nlpconvert.html_step"),
+        rooms=_set("nlpconvert.report nlpconvert.wording nlpconvert.plots nlpconvert.html_step"),
     ),
     Room("nlpconvert/report_located.py", 4),
     # How a status and a size are worded is the report's.
-    Room("nlpconvert/report_diff.py", 4, rooms=_set("nlpconvert.report")),
+    Room("nlpconvert/report_diff.py", 4, rooms=_set("nlpconvert.report nlpconvert.wording")),
     Room("nlpconvert/report_scores.py", 4),
     Room("nlpconvert/cli.py", 5, rooms=_set("nlpconvert.terminal nlpconvert.gate nlpconvert.options")),
     # The commands of the gate, and the options' words that the commands share.

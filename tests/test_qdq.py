@@ -19,7 +19,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from nlpconvert import integers, plan, search
+from nlpconvert import integers, judging, plan, search
 from nlpconvert.artifact import STEPS, Artifact
 from nlpconvert.backends import onnxruntime as backend
 from nlpconvert.convert import derived, linear, static_int8
@@ -53,7 +53,7 @@ def work_of(parent: Artifact, facts: Facts, scratch: Path, step: str = "onnx-qdq
         parent=parent,
         new=scratch / "new",
         log=scratch / "log",
-        probes=nothing,
+        probes=judging.Probes([], {}, {}, ""),
         tolerances=(),
         progress=Silent(),
         facts=facts,

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from nlpconvert import report
+from nlpconvert import documents, report, wording
 from nlpconvert.artifact import Artifact, Outcome
 from nlpconvert.golden import Reference
 from nlpconvert.inputs import Case, Twin
@@ -254,7 +254,7 @@ def test_the_table() -> None:
 
 
 def test_sizes() -> None:
-    assert [report.size(n) for n in (0, 999, 1000, 99_949, 123_456, 999_600, 5_700_000_000)] == [
+    assert [wording.size(n) for n in (0, 999, 1000, 99_949, 123_456, 999_600, 5_700_000_000)] == [
         "0 B", "999 B", "1.0 kB", "99.9 kB", "123 kB", "1.0 MB", "5.7 GB",
     ]  # fmt: skip
 
@@ -264,7 +264,7 @@ def test_sizes() -> None:
 
 def test_json_holds_the_whole_verdict_even_where_it_is_not_finite() -> None:
     found = outcome({("left-padded", "logits", (1, 2, 0)): np.nan})
-    data = json.loads(report.to_json([found, Outcome("trt", "not run", reason="no GPU here")]))
+    data = json.loads(documents.to_json([found, Outcome("trt", "not run", reason="no GPU here")]))
     onnx, trt = data["steps"]
     assert (onnx["step"], onnx["status"], onnx["exit_code"]) == ("onnx", "drift", 1)
     assert Comparison.from_dict(onnx["verdict"]["comparison"]).outputs[1].nonfinite == 1
@@ -280,7 +280,7 @@ def cases_of(document: str) -> dict[str, str]:
 
 
 def test_junit_names_step_output_and_case() -> None:
-    document = report.junit([outcome(DRIFTED)], out="out")
+    document = documents.junit([outcome(DRIFTED)], out="out")
     assert cases_of(document) == {
         "onnx": "failure",
         "last_hidden_state": "",
@@ -304,21 +304,21 @@ def test_junit_names_step_output_and_case() -> None:
 
 def test_junit_fails_the_output_where_no_case_alone_is_at_fault() -> None:
     swapped: Moved = {("left-padded", "logits", (1, 0, 1)): 1.5}
-    assert cases_of(report.junit([outcome(swapped, given="changed<=14%", rows=(LOGITS,))]))["logits"] == "failure"
+    assert cases_of(documents.junit([outcome(swapped, given="changed<=14%", rows=(LOGITS,))]))["logits"] == "failure"
 
 
 def test_junit_an_agreeing_output_has_no_failing_case() -> None:
     swapped: Moved = {("left-padded", "logits", (1, 0, 1)): 1.5}  # 1 of 5 in this case, 1 of 7 over all
     found = outcome(swapped, given="changed<=15%", rows=(LOGITS,))
     assert found.status == "agrees"
-    assert set(cases_of(report.junit([found])).values()) == {"", "skipped"}
+    assert set(cases_of(documents.junit([found])).values()) == {"", "skipped"}
 
 
 @pytest.mark.parametrize(
     ("status", "tag"), [("not run", "skipped"), ("skipped", "skipped"), ("failed", "error"), ("drift", "error")]
 )
 def test_junit_without_a_verdict(status: str, tag: str) -> None:
-    document = report.junit([Outcome("trt", status, reason="cannot be opened: \x1b[31mno\x00")])
+    document = documents.junit([Outcome("trt", status, reason="cannot be opened: \x1b[31mno\x00")])
     assert cases_of(document) == {"trt": tag}
     assert "cannot be opened" in document
 
@@ -329,7 +329,7 @@ def test_junit_a_missing_output_fails() -> None:
     for case in CASES:
         judge.add(case, references[case.name], {})
     found = Outcome("onnx", "drift", verdict={**(agreeing().verdict or {}), "comparison": judge.comparison().to_dict()})
-    cases = cases_of(report.junit([found]))
+    cases = cases_of(documents.junit([found]))
     assert cases == {
         "onnx": "failure",
         "logits": "failure",

@@ -18,14 +18,17 @@ thousands) fails, as it should, and two decisions that flip in a short text do n
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from nlpconvert.golden import Answers, Reference
 from nlpconvert.inputs import Case
 from nlpconvert.models import OutputRow
+from nlpconvert.validators import statistics
 from nlpconvert.validators.agreement import Spans
 from nlpconvert.validators.findings import Comparison, OutputDiff
 from nlpconvert.validators.scored import blocks, scored_by
@@ -135,6 +138,7 @@ class Judge:
                 diffs = ()  # every case that was asked has a tolerance of its own
             of_cases = (tally for apart in self._apart.values() for tally in apart.values())
             diffs += tuple(tally.diff() for tally in of_cases if tally.elements or tally.broken)
+        diffs = tuple(map(_told, diffs))
         return Comparison(diffs, self._cases, tuple(self._not_applicable), tuple(problems), self._spans.found())
 
     def _why_nothing(self) -> str:
@@ -142,3 +146,17 @@ class Judge:
             return f"the artifact failed at all {self._raised} cases"
         left_out = len(self._not_applicable)
         return f"none of the {left_out} cases is applicable" if left_out else "no cases"
+
+
+def _told(diff: OutputDiff) -> OutputDiff:
+    """With what its count of decisions can say: the interval of the changed share, and what so few cannot show."""
+    if diff.decisions is None:
+        return diff
+    count, changed = diff.decisions.count, diff.decisions.changed - diff.decisions.near_ties
+    # Without a change the exact interval needs no scipy, whose import is half a second.
+    interval: tuple[float, float] | None = (0.0, 1 - ((1 - statistics.LEVEL) / 2) ** (1 / count))
+    if changed:
+        # scipy comes with the extras that run anything; without it there is no interval, and nothing else changes.
+        found = statistics.share_interval(changed, count) if importlib.util.find_spec("scipy") else None
+        interval = None if found is None else (found.low, found.high)
+    return replace(diff, interval=interval, detectable=statistics.unseen_share(count))
