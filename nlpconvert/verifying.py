@@ -191,7 +191,12 @@ def located(
 
     try:
         found = locating.locate(
-            out, outcome.step, model=model if above == "model" else None, options=options, progress=progress
+            out,
+            outcome.step,
+            model=model if above == "model" else None,
+            verdict=outcome.verdict,
+            options=options,
+            progress=progress,
         )
     except NlpconvertError as error:
         return replace(outcome, notes=(*outcome.notes, f"which module moved is not known: {error}"))
