@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from nlpconvert.backends.pytorch_taps import Call, Passed, Point
     from nlpconvert.backends.torchscript_taps import Operation
 
-WRAPPER = "module."
-"""What torch's older exporter puts before every module's path: the wrapper that it was given."""
-
 
 @dataclass(frozen=True)
 class Named:
@@ -98,6 +95,7 @@ class Held:
         self._work = work
         self._module = module
         self._paths = {path for path, _ in module.named_modules()}
+        self._tops = [path for path in self._paths if path and "." not in path]
         self._tensors = [self._unwrapped(each) for each in tensors]
         self._trace = trace
         self._outputs: dict[str, str] = {}
@@ -159,10 +157,16 @@ class Held:
         return [name for name in named if name not in matched]
 
     def _unwrapped(self, named: Named) -> Named:
+        """A module that someone wrapped before an export (`wrapper.bert.encoder`), or took out of a whole model
+        (`encoder` of `bert.encoder`), under its own path."""
         path = named.module
-        if path not in self._paths and path.startswith(WRAPPER) and path.removeprefix(WRAPPER) in self._paths:
-            return Named(path.removeprefix(WRAPPER), named.tensor)
-        return named
+        if not path or path in self._paths:
+            return named
+        parts = path.split(".")
+        inner = [".".join(parts[first:]) for first in range(1, len(parts))]
+        outer = [f"{top}.{path}" for top in self._tops]
+        found = next((each for each in (*inner, *outer) if each in self._paths), path)
+        return Named(found, named.tensor)
 
     def _shape(self, tensor: str, case: Case) -> tuple[int, ...]:
         shape: tuple[int, ...] = self._work.store.get(("candidate", tensor, case.name)).shape

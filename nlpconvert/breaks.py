@@ -87,6 +87,7 @@ BREAKS: tuple[Break, ...] = (
     Break("heads-swapped", "two heads swapped in one projection", "graph", EDITED, FLOAT32),
     Break("bias-dropped", "a bias dropped", "graph", EDITED),
     Break("mask-ignored", "the mask ignored", "session", ANY, EVERY),
+    Break("mask-unread", "the mask ignored by one attention", "graph", ("onnx",), FLOAT32),
     Break("positions-shifted", "positions shifted by one", "graph", EDITED, FLOAT32),
     Break("positions-shifted", "positions shifted by one", "session", ANY, FLOAT32),
     Break("epsilon-changed", f"a normalization's epsilon made {EPSILON:g}", "graph", EDITED),

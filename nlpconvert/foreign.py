@@ -131,6 +131,7 @@ def _verify(
     options: Options,
     progress: Progress,
 ) -> Outcome:
+    from nlpconvert import verifying
     from nlpconvert.line import Line
 
     started = time.perf_counter()
@@ -161,8 +162,13 @@ def _verify(
             artifact=replace(artifact, path=out / STEP / theirs.path.name),
             seconds=time.perf_counter() - started,
         )
-        record.with_step(outcome, tolerances=[each.to_dict() for each in used], options=options.recorded()).write(out)
-    return outcome
+        bounds, chosen = [each.to_dict() for each in used], options.recorded()
+        record = record.with_step(outcome, tolerances=bounds, options=chosen)
+        record.write(out)
+        found = verifying.located(outcome, record, out, options, progress, model=reference)
+        if found is not outcome:
+            record.with_step(found, tolerances=bounds, options=chosen).write(out)
+    return found
 
 
 def _link(source: Path, target: Path) -> None:

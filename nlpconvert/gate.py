@@ -188,8 +188,8 @@ def _documents(
         )
         disk.write_text_atomic(html, text)
     if github.here(os.environ):
-        file = f"{out}/nlpconvert.json" if out is not None and not out.is_absolute() else ""
-        for line in github.annotations(outcomes, forgiven=forgiven, file=file):
+        shown = f"{out}/nlpconvert.json" if out is not None and not out.is_absolute() else ""
+        for line in github.annotations(outcomes, forgiven=forgiven, file=shown):
             print(line, file=sys.stderr)
         place = os.environ.get(github.SUMMARY)
         if place:

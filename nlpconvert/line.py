@@ -259,7 +259,23 @@ class Line:
             outcome, tolerances=[each.to_dict() for each in used], options=self.options.recorded()
         )
         record.write(self.out)
+        if outcome.status == "drift":
+            outcome, record = self._located(outcome, record)
         return outcome, record
+
+    def _located(self, outcome: Outcome, record: Manifest) -> tuple[Outcome, Manifest]:
+        """With the module that moved first, where that can be found out here; recorded with the verdict."""
+        from nlpconvert import verifying
+
+        self._make_room(needs_model=self.options.keep_going)
+        found = verifying.located(outcome, record, self.out, self.options, self.progress, model=self.model)
+        if found is not outcome:
+            steps = {**record.steps}
+            kept = steps[outcome.step]
+            steps[outcome.step] = replace(kept, outcome=replace(kept.outcome, verdict=found.verdict, notes=found.notes))
+            record = replace(record, steps=steps)
+            record.write(self.out)
+        return found, record
 
     def _failed(
         self, row: Step, record: Manifest, error: Exception, started: float, log: Path
