@@ -186,6 +186,21 @@ def _positions_shifted(graph: Graph, asked: Asked) -> Broken:
     return Broken(f"row i + 1 of {name} in the place of row i", graph.module(node))
 
 
+def _unmasked(graph: Graph, asked: Asked) -> Broken:
+    found = [(node, mask) for node in graph.nodes if (mask := graph.mask_of(node)) is not None]
+    if not found:
+        raise NotApplicable("no attention was found that a mask is added to")
+    node, (holder, slot) = found[len(found) // 2]
+    mask, module = holder.input[slot], graph.module(node)
+    if holder is node:
+        holder.input[slot] = ""
+    else:  # the sum of scores and mask: whoever reads it reads the scores
+        scores = holder.input[1 - slot]
+        for user in graph.users[holder.output[0]]:
+            user.input[:] = [scores if name == holder.output[0] else name for name in user.input]
+    return Broken(f"{mask} no longer added to the scores", module)
+
+
 def _batch_frozen(graph: Graph, asked: Asked) -> Broken:
     for value in graph.model.graph.input:
         if value.name not in graph.tensors and value.type.tensor_type.shape.dim:
@@ -197,6 +212,7 @@ GRAPH: Mapping[str, Callable[[Graph, Asked], Broken]] = {
     NUDGE: _nudged,
     "heads-swapped": _heads_swapped,
     "bias-dropped": _bias_dropped,
+    "mask-unread": _unmasked,
     "positions-shifted": _positions_shifted,
     "epsilon-changed": _epsilon_changed,
     "batch-frozen": _batch_frozen,

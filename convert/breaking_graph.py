@@ -49,6 +49,9 @@ HEADS: dict[str, tuple[str, str, str]] = {
     "GroupQueryAttention": ("num_heads", "kv_num_heads", "kv_num_heads"),
 }
 
+# And which input is what is added to the scores.
+MASKS: dict[str, int] = {"Attention": 3, "MultiHeadAttention": 5}
+
 _SAME = ("Transpose", "Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze")
 _ONWARD = ("Cast", "Identity", "Split", "Slice", "QuantizeLinear", "DequantizeLinear", "Mul", "Clip")
 
@@ -284,6 +287,51 @@ class Graph:
             known = self.tensor(each).reshape(-1) if each in self.tensors else [None]
             parts += [None if size is None else int(size) for size in known]
         return parts
+
+    # -- masks
+
+    def mask_of(self, node: onnx.NodeProto) -> tuple[onnx.NodeProto, int] | None:
+        """Where the mask enters an attention: the node that adds it to the scores, and which of its inputs it is. None
+        for what is no attention, or has no mask among the graph's inputs behind it.
+
+        The attention is its Softmax, or the one operator that it was fused into.
+        """
+        slot = MASKS.get(node.op_type)
+        if slot is not None:
+            given = len(node.input) > slot and node.input[slot]
+            return (node, slot) if given and self._reads_mask(node.input[slot]) else None
+        if node.op_type != "Softmax":
+            return None
+        add = self.makers.get(node.input[0])
+        while add is not None and add.op_type == "Cast":
+            add = self.makers.get(add.input[0])
+        if add is None or add.op_type != "Add":
+            return None
+        products = [self._is_product(name) for name in add.input]
+        slot = products.index(False) if sorted(products) == [False, True] else -1
+        return (add, slot) if slot >= 0 and self._reads_mask(add.input[slot]) else None
+
+    def _is_product(self, name: str, depth: int = 6) -> bool:
+        """Whether a value is a product of two activations that were scaled, cast or added to at most."""
+        node = self.makers.get(name)
+        if node is None or not depth:
+            return False
+        if node.op_type in ("MatMul", "FusedMatMul", "Einsum"):
+            return not any(self._constant(each)[0] for each in node.input)
+        through = node.op_type in (*_SAME, "Mul", "Div", "Add")
+        return through and any(self._is_product(each, depth - 1) for each in node.input)
+
+    def _reads_mask(self, name: str) -> bool:
+        """Whether an input of masks stands behind a value."""
+        seen, todo = set(), [name]
+        while todo:
+            each = todo.pop()
+            if each in self._inputs and each.endswith("mask"):
+                return True
+            if each not in seen and each in self.makers:
+                seen.add(each)
+                todo += self.makers[each].input
+        return False
 
     # -- tables
 

@@ -5,6 +5,7 @@ Told by the files alone: names, recorded modules, shapes, weights and attributes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -109,13 +110,17 @@ def differences(reference: Graph, candidate: Graph, pair: Pair, pairs: Sequence[
 
 
 def _distance(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
-    """|theirs - ours| and |ours| in float64, a part at a time."""
+    """|theirs - ours| and |ours| in float64, a part at a time; infinite where one side alone is not finite."""
     moved = size = 0.0
     for a, b in zip(
         *(np.array_split(each.reshape(-1), 1 + each.size // BLOCK) for each in (ours, theirs)), strict=True
     ):
-        before = a.astype(np.float64)
-        moved += float(((b.astype(np.float64) - before) ** 2).sum())
+        before, after = a.astype(np.float64), b.astype(np.float64)
+        with np.errstate(invalid="ignore"):  # minus infinity stands in masks
+            apart = after - before
+        apart[(before == after) | (np.isnan(before) & np.isnan(after))] = 0.0
+        before[~np.isfinite(before)] = 0.0
+        moved += float(apart @ apart) if np.isfinite(apart).all() else math.inf
         size += float(before @ before)
     return moved**0.5, size**0.5
 
