@@ -124,6 +124,7 @@ class Graph:
             _float_input(graph, name, self._types[name], self._shapes.get(name), renamed)
         graph.input.extend(self._inputs[name] for name in self._inputs if name in inputs)
         graph.initializer.extend(self._initializers[name] for name in sorted(weights))
+        graph.input.extend(self._kept_apart(nodes, taken))
         for at in sorted(nodes):
             node = graph.node.add()
             node.CopyFrom(self._model.graph.node[at])
@@ -174,6 +175,26 @@ class Graph:
         """The module that a node's weight is named after, where no module is recorded."""
         names = (name for name in node.input if name in self._initializers)
         return next((found.group(1) for found in map(WEIGHT.fullmatch, names) if found), "")
+
+    def _kept_apart(self, nodes: Iterable[int], taken: Collection[str]) -> Iterator[onnx.ValueInfoProto]:
+        """The scales of integer weights whose product's other operand was quantized before the cut, as inputs that have
+        a value already.
+
+        Cut there, the product looks like one of integer weights with floats, for which ONNX Runtime rounds the floats
+        to 8 bits anew; what might be given from outside it leaves alone.
+        """
+        for at in sorted(nodes):
+            node = self._model.graph.node[at]
+            if node.op_type != "DequantizeLinear" or node.input[0] not in self._initializers:
+                continue
+            users = [self._model.graph.node[user] for user in self._readers.get(node.output[0], ())]
+            others = {name for user in users for name in user.input} & set(taken)
+            if any(self._made_by(name) == "DequantizeLinear" for name in others):
+                scale = self._initializers[node.input[1]]
+                yield onnx.helper.make_tensor_value_info(scale.name, scale.data_type, list(scale.dims))
+
+    def _made_by(self, name: str) -> str:
+        return str(self._model.graph.node[self._makers[name]].op_type)
 
     def _closure(self, wanted: Iterable[str], given: frozenset[str]) -> tuple[set[int], set[str], set[str], set[str]]:
         """Nodes, weights, graph inputs and given tensors that are needed for `wanted`."""

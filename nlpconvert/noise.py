@@ -33,6 +33,8 @@ from nlpconvert.validators.scored import blocks, scored_by
 TOKENS = 2000
 WORK = 2e11
 """Products that all passes of one kind may take: tokens times parameters. A float64 pass of that is some seconds."""
+BY_LAYER = 2
+"""Cases that are asked where float64 is had layer by layer."""
 OWN = 10
 """Companions that move an answer by more than so many times the rest of the noise are the model's own doing."""
 
@@ -81,6 +83,8 @@ def measure(
     A reference that cannot compute in float64 leaves the other two; what was measured stands in `float64`.
     """
     chosen = _some([case for case in cases if case.name in answers and not case.from_data], parameters)
+    if arithmetics.by_layer:
+        chosen = chosen[:BY_LAYER]  # every pass widens all weights anew
     if not chosen:
         return Noise()
     scales = parity.scales(outputs, cases, answers)
