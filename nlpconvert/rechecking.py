@@ -23,7 +23,7 @@ from nlpconvert.models import OutputRow
 from nlpconvert.validators.baseline import Baseline
 from nlpconvert.validators.findings import CaseDrift, Comparison, OutputDiff
 from nlpconvert.validators.scored import blocks, scored_by
-from nlpconvert.validators.tally import GROSS, WIDE_CHANGE
+from nlpconvert.validators.tally import WIDE_CHANGE, gross
 from nlpconvert.validators.tolerance import Tolerance
 
 RUN = "run verify without --recheck"
@@ -128,7 +128,7 @@ def _probes(record: Manifest, out: Path) -> Probes:
 def _rejudged(step: str, diff: OutputDiff, bound: Tolerance, row: OutputRow, probes: Probes) -> OutputDiff:
     """One output, by another bound."""
     was, now = (_constant(row, diff, each, probes) for each in (diff.tolerance, bound))
-    before = {was, _gross(diff, diff.tolerance)}
+    before = {was, gross(diff.relative_l2, diff.tolerance.measure)}
     problems, notes = ([each for each in told if each not in before] for told in (diff.problems, diff.notes))
     measured = _kept(diff, bound.measure)
     sound = bool(diff.elements) and not problems and not diff.nonfinite
@@ -137,8 +137,9 @@ def _rejudged(step: str, diff: OutputDiff, bound: Tolerance, row: OutputRow, pro
     if now:
         wide = bound.measure == "changed" and bound.value >= WIDE_CHANGE
         (problems if bound.measure in ("cosine", "kl") or wide else notes).append(now)
-    if _gross(diff, bound):
-        problems.append(_gross(diff, bound))
+    factor = gross(diff.relative_l2, bound.measure)
+    if factor:
+        problems.append(factor)
     sound = sound and not problems
     measured = math.nan if measured is None else measured
     single = diff.worst_case_score if bound.measure == diff.tolerance.measure else None
@@ -184,14 +185,6 @@ def _cases(diff: OutputDiff, bound: Tolerance) -> dict[str, CaseDrift]:
             used = spent / allowed if allowed > 0 else math.inf if spent > 0 else 0.0
             found[name] = replace(case, used=used)
     return found
-
-
-def _gross(diff: OutputDiff, bound: Tolerance) -> str:
-    """What is wrong with an answer that a measure of the task does not see, in `tally`'s words; "" where nothing is."""
-    if bound.measure not in ("cosine", "changed") or diff.relative_l2 <= GROSS:
-        return ""
-    off = f"its values are {diff.relative_l2:.0%} off (relative L2)"
-    return f"{off}, which {bound.measure} does not see: a factor, or another scale?"
 
 
 def _constant(row: OutputRow, diff: OutputDiff, bound: Tolerance, probes: Probes) -> str:

@@ -31,8 +31,9 @@ from nlpconvert.models import OutputRow
 from nlpconvert.validators import statistics
 from nlpconvert.validators.agreement import Spans
 from nlpconvert.validators.findings import Comparison, OutputDiff
+from nlpconvert.validators.running import Problems
 from nlpconvert.validators.scored import blocks, scored_by
-from nlpconvert.validators.tally import Problems, Tally
+from nlpconvert.validators.tally import Tally
 from nlpconvert.validators.tolerance import Tolerance
 
 __all__ = ["Comparison", "Judge", "OutputDiff", "scales"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 
@@ -12,8 +11,9 @@ from nlpconvert.inputs import Case
 from nlpconvert.models import OutputRow
 from nlpconvert.validators.agreement import Histogram, Near, Sequences, TopKs
 from nlpconvert.validators.baseline import Baseline
-from nlpconvert.validators.findings import CaseDrift, Decisions, Element, OutputDiff, Score
+from nlpconvert.validators.findings import CaseDrift, Decisions, Element, OutputDiff
 from nlpconvert.validators.measures import cosines, divergences, largest, ratio, share, ties, tops
+from nlpconvert.validators.running import CaseScore, Problems, Running, element
 from nlpconvert.validators.scored import Block, Bools, Floats, blocks, scored_by, token_axis
 from nlpconvert.validators.tolerance import Tolerance
 
@@ -30,27 +30,6 @@ UNKNOWN_NOISE = 5e-6
 GROSS = 0.5
 """No cosine and no argmax sees an answer that is doubled, or zero: past this relative L2 a measure of the task excuses
 nothing."""
-
-
-class Problems:
-    """What fails whatever the numbers are: each said once, with the first case and how many showed it."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, tuple[str, list[str]]] = {}
-
-    def add(self, text: str, case: str, detail: str = "") -> None:
-        """One problem seen in one case."""
-        cases = self._found.setdefault(text, (detail, []))[1]
-        if case not in cases:
-            cases.append(case)
-
-    def worded(self) -> list[str]:
-        """A sentence for each."""
-        return [
-            f"{text}{f': {detail}' if detail else ''} "
-            + (f"(case {cases[0]})" if len(cases) == 1 else f"(in {len(cases)} cases, first {cases[0]})")
-            for text, (detail, cases) in self._found.items()
-        ]
 
 
 class Tally:
@@ -320,11 +299,9 @@ class Tally:
             wide = measure == "changed" and self.tolerance.given and self.tolerance.value >= WIDE_CHANGE
             (problems if measure in ("cosine", "kl") or wide else notes).append(verdict)
         relative = ratio(math.sqrt(self.sum_square), math.sqrt(self.sum_reference))
-        if measure in ("cosine", "changed") and relative > GROSS:
-            problems.append(
-                f"its values are {relative:.0%} off (relative L2), which {measure} does not see: a factor, or another "
-                "scale?"
-            )
+        factor = gross(relative, measure)
+        if factor:
+            problems.append(factor)
         top = self.baseline.largest
         if self.elements and measure == "abs" and 0 < top <= self.tolerance.value:
             problems.append(f"no reference value is above {top:.1e}: answers of zeros would pass {self.tolerance.text}")
@@ -404,46 +381,8 @@ def _empty_rows(mask: Bools) -> Bools:
     return np.array([not row.any() for row in mask], dtype=np.bool_)
 
 
-class CaseScore:
-    """Sums over one case."""
-
-    def __init__(self) -> None:
-        self.scored = self.decisions = self.changed = self.positions = 0
-        self.worst_abs = self.worst_rel = self.kl = 0.0
-        self.cosine = 1.0
-        self.rows_changed: set[int] = set()
-
-
-class Running:
-    """Mean and worst of a measure over vectors."""
-
-    def __init__(self, pick: Callable[[Floats], np.intp]) -> None:
-        self.pick = pick  # np.argmin where less is worse, np.argmax where more is
-        self.count = 0
-        self.total = 0.0
-        self.worst = math.nan
-        self.case = ""
-        self.index: tuple[int, ...] = ()
-
-    def add(self, values: Floats, case: str) -> int | None:
-        """Add values; the index of the new worst, if it is among them."""
-        i = int(self.pick(values))
-        value = float(values[i])
-        new = not self.count or int(self.pick(np.array([self.worst, value]))) == 1
-        self.count += len(values)
-        self.total += float(values.sum())
-        if not new:
-            return None
-        self.worst, self.case = value, case
-        return i
-
-    def score(self) -> Score | None:
-        """As data; None when there were no values."""
-        if not self.count:
-            return None
-        return Score(self.count, self.total / self.count, self.worst, self.case, self.index)
-
-
-def element(block: Block, i: int, j: int, difference: float, case: str, shape: tuple[int, ...]) -> Element:
-    """One element of a block as a finding."""
-    return Element(block.at(i, j), float(block.reference[i, j]), float(block.candidate[i, j]), difference, case, shape)
+def gross(relative: float, measure: str) -> str:
+    """What a measure that sees no factor lets pass, in one sentence; "" where there is nothing of the kind."""
+    if measure not in ("cosine", "changed") or not relative > GROSS:
+        return ""
+    return f"its values are {relative:.0%} off (relative L2), which {measure} does not see: a factor, or another scale?"
