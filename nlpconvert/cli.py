@@ -296,9 +296,13 @@ def _line(
 ) -> None:
     from nlpconvert import documents, pipeline
 
-    forgiven = pipeline.forgivable(names(allow_unverified))
+    chosen = pipeline.read_settings()
+    forgiven = pipeline.forgivable([*names(allow_unverified), *chosen.allow_unverified])
+    given["threads"] = given.get("threads") or chosen.threads
+    if given.get("provider") == "cpu" and chosen.provider:
+        given["provider"] = chosen.provider
     with Terminal(quiet) as terminal:
-        outcomes = pipeline.run(model, out, to=to, options=options(**given), progress=terminal)
+        outcomes = pipeline.run(model, out, to=to, options=options(**given), progress=terminal, settings=chosen)
         terminal.stop()
         if json:
             print(documents.to_json(outcomes), end="")

@@ -24,6 +24,7 @@ from nlpconvert.models import OutputRow
 from nlpconvert.noise import floors
 from nlpconvert.plan import Options
 from nlpconvert.progress import Progress
+from nlpconvert.settings import Settings
 from nlpconvert.validators import compute, parity, rows, structure, tolerance
 from nlpconvert.validators.tolerance import Tolerance
 
@@ -67,6 +68,16 @@ class Bounds:
     given: Sequence[Tolerance] = ()
     outputs: Mapping[str, Tolerance] = field(default_factory=dict)
     cases: Mapping[str, Sequence[Tolerance]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, step: str, given: Sequence[Tolerance], settings: Settings) -> Bounds:
+        """Given now, else what the settings have for the step; single outputs and cases from the settings."""
+        own, overrides = settings.tolerance_for(step), settings.overrides(step)
+        return cls(
+            given or (tolerance.parse(",".join(own)) if own else ()),
+            {name: tolerance.parse(text)[0] for name, text in overrides.outputs.items()},
+            {name: tolerance.parse(text) for name, text in overrides.cases.items()},
+        )
 
     def choose(
         self, outputs: Sequence[OutputRow], precision: str, provider: str, noise: Mapping[str, float]
@@ -268,7 +279,9 @@ def judge(
     }
     if parent is not None:
         verdict["parent_comparison"] = step_alone.comparison().to_dict()
-    return comparison.agrees and not problems, verdict, tuple(tolerances.values())
+    # What one output was given for itself is no wish for the others.
+    used = tuple(bound for name, bound in tolerances.items() if name not in bounds.outputs)
+    return comparison.agrees and not problems, verdict, used
 
 
 def _structure(artifact: Artifact, outputs: Sequence[OutputRow]) -> list[str]:

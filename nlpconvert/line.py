@@ -19,13 +19,15 @@ import nlpconvert
 from nlpconvert import disk, host, judging, making, manifest, memory, models, plan
 from nlpconvert.artifact import Artifact, Made, Outcome, Step
 from nlpconvert.errors import MissingPackage, NlpconvertError, UsageError, first_line
-from nlpconvert.judging import Probes
+from nlpconvert.judging import Bounds, Probes
 from nlpconvert.manifest import Manifest
 from nlpconvert.plan import Options
 from nlpconvert.progress import Progress, captured
+from nlpconvert.settings import Settings
 
 if TYPE_CHECKING:
     from nlpconvert.inputs import Case, Encode
+    from nlpconvert.models import Facts
     from nlpconvert.noise import Noise
     from nlpconvert.reference import Asked
     from nlpconvert.source import Loaded
@@ -35,8 +37,11 @@ if TYPE_CHECKING:
 class Line:
     """One run: what it was asked, and what is held open on the way."""
 
-    def __init__(self, model: str, out: Path, options: Options, progress: Progress) -> None:
+    def __init__(
+        self, model: str, out: Path, options: Options, progress: Progress, settings: Settings | None = None
+    ) -> None:
         self.model, self.out, self.options, self.progress = model, out, options, progress
+        self.settings = settings or Settings()
         self.loaded: Loaded | None = None
         self.encode: Encode | None = None  # outlives the model: calibration reads texts
         self.tolerances: Sequence[Tolerance] = ()
@@ -52,8 +57,9 @@ class Line:
             reused = self._reusable(before, rows, to)
             todo = [row for row in rows if row.name not in reused]
             loaded = self._load()
-            plan.check_rows(todo, options, loaded.facts, self.tolerances)
+            plan.check_rows(todo, options, loaded.facts, {row.name: self._bounds(row.name) for row in todo})
             record, probes = self._begun(before, loaded, any(row.precision != "float32" for row in rows))
+            self._check_settings(loaded.facts, probes)
             del loaded
             stopped = ""
             for name in reused:
@@ -134,6 +140,13 @@ class Line:
             self.progress.line(note)
         self.encode = self.loaded.encode
         return self.loaded
+
+    def _bounds(self, step: str) -> Bounds:
+        return judging.Bounds.of(step, self.tolerances, self.settings)
+
+    def _check_settings(self, facts: Facts, probes: Probes) -> None:
+        """UsageError for a tolerance of an output or a case that there is not."""
+        self.settings.check_names((row.name for row in facts.outputs), (case.name for case in probes.cases))
 
     # -- the reference ------------------------------------------------------------------------------------------------
 
@@ -243,7 +256,7 @@ class Line:
                 parent = None if row.parent == "source" else record.artifact(row.parent, self.out)
                 with captured(log):
                     outcome, used = judging.judged(
-                        outcome, record, probes, self.tolerances, self.options, self.progress, parent
+                        outcome, record, probes, self._bounds(row.name), self.options, self.progress, parent
                     )
                 disk.replace_directory(new, self.out / row.name)
         except (MissingPackage, UsageError):
@@ -327,7 +340,7 @@ class Line:
                 new=new,
                 log=log,
                 probes=probes,
-                tolerances=self.tolerances,
+                tolerances=self._bounds(row.name).given,
                 progress=self.progress,
                 facts=models.facts_from_data(record.facts),
                 encode=self.encode,

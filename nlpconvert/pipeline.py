@@ -51,18 +51,21 @@ def run(
     to: Sequence[str] | None = None,
     options: Options | None = None,
     progress: Progress | None = None,
+    settings: Settings | None = None,
 ) -> list[Outcome]:
     """Converts `model` (a directory or hub id) into `out` step by step, each judged before the next, and records all
     of it.
 
     `to`: names of steps; parents that are missing are made too. None: every step for which a builder is installed.
+    `settings`: tolerances of steps, outputs and cases (`nlpconvert.settings`); what the options give goes before them.
     Stops at the first step that fails or drifts unless `keep_going`. Raises UsageError and MissingPackage before any
     work; what happens to a step is told by its Outcome.
     """
     with memory.uncollected():
         from nlpconvert.line import Line
 
-        return list(Line(str(model), Path(out), options or Options(), progress or Silent()).run(to))
+        line = Line(str(model), Path(out), options or Options(), progress or Silent(), settings)
+        return list(line.run(to))
 
 
 def convert_step(
@@ -72,9 +75,10 @@ def convert_step(
     *,
     options: Options | None = None,
     progress: Progress | None = None,
+    settings: Settings | None = None,
 ) -> list[Outcome]:
     """Makes one step and, where they are not there yet, the steps it is made from."""
-    return run(model, out, to=[step], options=options, progress=progress)
+    return run(model, out, to=[step], options=options, progress=progress, settings=settings)
 
 
 def verify(

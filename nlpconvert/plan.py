@@ -6,7 +6,7 @@ The options, the steps they come to with their parents, and whether this machine
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from nlpconvert.artifact import STEPS, Step
 from nlpconvert.errors import MissingPackage, UsageError
 
 if TYPE_CHECKING:
+    from nlpconvert.judging import Bounds
     from nlpconvert.models import Facts
     from nlpconvert.validators.tolerance import Tolerance
 
@@ -188,8 +189,11 @@ def not_here(rows: Sequence[Step], options: Options, named: bool) -> dict[str, s
 # ---- what can be told once the model is known -----------------------------------------------------------------------
 
 
-def check_rows(rows: Sequence[Step], options: Options, facts: Facts, tolerances: Sequence[Tolerance]) -> None:
-    """UsageError for an option that the model or a converter cannot take: told before the first conversion."""
+def check_rows(rows: Sequence[Step], options: Options, facts: Facts, bounds: Mapping[str, Bounds]) -> None:
+    """UsageError for an option that the model or a converter cannot take: told before the first conversion.
+
+    `bounds`: by step.
+    """
     from nlpconvert import models, profiles
     from nlpconvert.validators import tolerance
 
@@ -211,4 +215,4 @@ def check_rows(rows: Sequence[Step], options: Options, facts: Facts, tolerances:
     for row in rows:
         provider = {"torchscript": options.device, "onnx": options.provider}.get(row.format, "tensorrt")
         any_noise = dict.fromkeys((output.name for output in facts.outputs), tolerance.LEAST_NOISE)
-        tolerance.choose(tolerances, facts.outputs, row.precision, provider, any_noise)
+        bounds[row.name].choose(facts.outputs, row.precision, provider, any_noise)

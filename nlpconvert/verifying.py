@@ -20,7 +20,6 @@ from nlpconvert.manifest import Manifest
 from nlpconvert.plan import Options
 from nlpconvert.progress import Progress
 from nlpconvert.settings import Settings
-from nlpconvert.validators import tolerance
 from nlpconvert.validators.tolerance import Tolerance
 
 if TYPE_CHECKING:
@@ -113,13 +112,8 @@ def verify(
 
 def _bounds(record: Manifest, step: str, given: Sequence[Tolerance], settings: Settings) -> Bounds:
     """Given now, else in the settings, else when the step was made; single outputs and cases from the settings."""
-    own = settings.tolerance_for(step)
-    overrides = settings.overrides(step)
-    return Bounds(
-        given or (tolerance.parse(",".join(own)) if own else _recorded(record, step)),
-        {name: tolerance.parse(text)[0] for name, text in overrides.outputs.items()},
-        {name: tolerance.parse(text) for name, text in overrides.cases.items()},
-    )
+    found = Bounds.of(step, given, settings)
+    return found if found.given else replace(found, given=_recorded(record, step))
 
 
 def _recorded(record: Manifest, step: str) -> Sequence[Tolerance]:

@@ -190,3 +190,33 @@ def test_reading_imports_nothing_heavy(tmp_path: Path) -> None:
     where = {"cwd": tmp_path, "env": {"PYTHONPATH": str(Path(settings.__file__).parent.parent)}}
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, **where)  # type: ignore[call-overload]
     assert told.stdout == "False\n"
+
+
+# ---- in the line -----------------------------------------------------------------------------------------------------
+
+
+def test_the_line_and_verify_keep_to_the_settings(classifier: Path, tmp_path: Path) -> None:
+    """A step's own tolerance, one output's and one case's; what one output was given is recorded for no other."""
+    from nlpconvert import manifest, pipeline
+
+    (tmp_path / settings.FILE).write_text(
+        '[steps.torchscript]\ntolerance = "noise<=1e-9"\n[cases.masked-row]\ntolerance = "abs<=0.1"\n', encoding="utf-8"
+    )
+    chosen = settings.read(tmp_path)
+    out = tmp_path / "out"
+    (outcome,) = pipeline.convert_step("torchscript", str(classifier), out, settings=chosen)
+    assert outcome.verdict is not None
+    bounds = {o["only"]: o["tolerance"] for o in outcome.verdict["comparison"]["outputs"]}
+    assert bounds[""]["multiple"] == 1e-9 and bounds["masked-row"]["measure"] == "abs"
+    (tmp_path / settings.FILE).write_text('[outputs.logits]\ntolerance = "abs<=0.1"\n', encoding="utf-8")
+    (again,) = pipeline.convert_step("torchscript", str(classifier), tmp_path / "two", settings=settings.read(tmp_path))
+    assert again.status == "agrees"
+    assert manifest.read(tmp_path / "two").record("torchscript").tolerances == ()
+
+
+def test_the_line_refuses_a_case_that_there_is_not(classifier: Path, tmp_path: Path) -> None:
+    from nlpconvert import pipeline
+
+    (tmp_path / settings.FILE).write_text('[cases.masked-rows]\ntolerance = "abs<=0.1"\n', encoding="utf-8")
+    with pytest.raises(UsageError, match="there is no case 'masked-rows'; did you mean 'masked-row'"):
+        pipeline.convert_step("torchscript", str(classifier), tmp_path / "out", settings=settings.read(tmp_path))
