@@ -31,6 +31,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "tensorrt": ("polygraphy",),
 }
 
+MOST_THREADS = 1024
+"""Each thread of a runtime takes memory of its own; no machine has more processors that one model is run on."""
+
 DEVICES = ("cpu", "cuda")
 PROVIDERS = ("cpu", "cuda", "tensorrt")
 OPTIMIZE_FOR = ("cpu", "cuda")
@@ -99,8 +102,8 @@ def check_words(options: Options) -> tuple[Tolerance, ...]:
     ):
         if value not in words:
             raise UsageError(f'{option} "{value}" is unknown: it is one of {", ".join(w for w in words if w)}')
-    if options.threads is not None and options.threads < 1:
-        raise UsageError(f"--threads {options.threads}: at least 1")
+    if options.threads is not None and not 1 <= options.threads <= MOST_THREADS:
+        raise UsageError(f"--threads {options.threads}: from 1 to {MOST_THREADS}")
     if options.search_budget <= 0:
         raise UsageError(f"--search-budget {options.search_budget:g}: more than 0 seconds")
     if options.recipe is not None and not options.recipe.is_file():
