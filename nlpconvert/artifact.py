@@ -55,6 +55,10 @@ STEPS: dict[str, Step] = {
 }
 
 
+FOREIGN = "foreign"
+"""The step of a file that another tool made."""
+
+
 @dataclass(frozen=True)
 class Made:
     """What a converter hands back: the facts about the files it has written into the directory it was given."""

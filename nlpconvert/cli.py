@@ -77,6 +77,9 @@ INTERRUPTED = 130  # what Typer makes of Ctrl-C
 # stay.
 PATIENT_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
 
+# Options that say by themselves what an empty text lacks.
+OWN_WORDS = (["--tolerance"], ["--fail-if"])
+
 EPILOG = "Exit codes: " + "; ".join(f"{row.code} {row.meaning}" for row in EXIT_CODES) + "."
 
 app = typer.Typer(
@@ -327,6 +330,10 @@ def _main(arguments: Sequence[str] | None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     verbose = bool({"-v", "--verbose"} & set(arguments))
     Terminal.stop_asked = Stop()
+    empty = [n for n, word in enumerate(arguments) if not word and arguments[n - 1 : n] not in OWN_WORDS]
+    if empty:
+        before = arguments[empty[0] - 1] if empty[0] else "the program's name"
+        return _told(f"an argument is empty (after {before}): is a variable not set?", UsageError.exit_code)
     try:
         code = app(args=arguments, standalone_mode=False, prog_name="nlpconvert")
         sys.stdout.flush()

@@ -8,6 +8,7 @@ into OUT as the step "foreign", with goldens and manifest, so that CI can verify
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 import time
@@ -17,17 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nlpconvert import disk, judging, manifest, models, plan, renaming
-from nlpconvert.artifact import STEPS, Artifact, Outcome, TensorSpec
+from nlpconvert.artifact import FOREIGN, STEPS, Artifact, Outcome, TensorSpec
 from nlpconvert.errors import CannotRunHere, DriftError, MissingPackage, UsageError, first_line
 from nlpconvert.plan import Options
 from nlpconvert.progress import Progress, Silent
+from nlpconvert.settings import Settings
 from nlpconvert.validators import compute, structure
 
 if TYPE_CHECKING:
     from nlpconvert.line import Line
     from nlpconvert.models import Facts
 
-STEP = "foreign"
+STEP = FOREIGN
 
 SUFFIXES: dict[str, str] = {
     ".onnx": "onnx",
@@ -64,6 +66,7 @@ def verify(
     cases: Sequence[str] | None = None,
     options: Options | None = None,
     progress: Progress | None = None,
+    settings: Settings | None = None,
 ) -> list[Outcome]:
     """Judges a foreign file against `reference` (a directory or hub id); one outcome, of the step "foreign".
 
@@ -72,15 +75,16 @@ def verify(
     wrong, MissingPackage where the reference cannot be run here.
     """
     options, progress, file = options or Options(), progress or Silent(), Path(file)
+    chosen = settings or Settings()
     for package in plan.NEEDS["torchscript"]:
         if judging.lacks(package):
             raise MissingPackage(f"--reference runs the model in PyTorch: pip install 'nlpconvert[cpu]' ({package})")
     theirs = look(file, precision)
     names = renaming.parse(mapping)
     if out is not None:
-        return [_verify(theirs, reference, Path(out), names, cases, options, progress)]
+        return [_verify(theirs, reference, Path(out), names, cases, options, progress, chosen)]
     with tempfile.TemporaryDirectory(prefix="nlpconvert-") as scratch:
-        return [_verify(theirs, reference, Path(scratch) / "out", names, cases, options, progress)]
+        return [_verify(theirs, reference, Path(scratch) / "out", names, cases, options, progress, chosen)]
 
 
 def look(file: Path, precision: str | None = None) -> Foreign:
@@ -130,16 +134,19 @@ def _verify(
     cases: Sequence[str] | None,
     options: Options,
     progress: Progress,
+    settings: Settings,
 ) -> Outcome:
     from nlpconvert import verifying
     from nlpconvert.line import Line
 
     started = time.perf_counter()
-    line = Line(reference, out, options, progress)
+    line = Line(reference, out, options, progress, settings)
     with line.opened(theirs.precision) as (record, probes):
         if not options.force and (out / STEP).exists():
             raise UsageError(f"{out / STEP} exists; --force replaces it when the new one is whole")
-        tokenizer = _tokenizers(theirs, line)
+        line.check_settings(models.facts_from_data(record.facts), probes)
+        beside = _config_beside(theirs, reference, options)
+        tokenizer = _tokenizers(theirs, reference, line)
         line.loaded = None  # its answers are kept; the candidate gets the room
         if cases is not None:
             record.write(out)
@@ -153,7 +160,8 @@ def _verify(
             size = sum((new / name).stat().st_size for name in artifact.files)
             notes = tuple(artifact.made_by.get("notes", ()))
             outcome = Outcome(STEP, "not run", artifact=artifact, bytes=size, notes=notes)
-            outcome, used = judging.judged(outcome, record, probes, line.tolerances, options, progress)
+            outcome, used = judging.judged(outcome, record, probes, line.bounds(STEP), options, progress)
+            outcome = _with_problems(outcome, beside)
             if tokenizer is not None:
                 outcome = _with_tokenizer(outcome, tokenizer)
             disk.replace_directory(new, out / STEP)
@@ -253,7 +261,7 @@ def _named(artifact: Artifact, names: Mapping[str, str], facts: Facts, probes: j
 # -- the tokenizer that ships with it ----------------------------------------------------------------------------------
 
 
-def _tokenizers(theirs: Foreign, line: Line) -> list[str] | None:
+def _tokenizers(theirs: Foreign, reference: str, line: Line) -> list[str] | None:
     """How the tokenizer beside the file differs from the model's, as sentences; None where there is none beside it."""
     directory = theirs.path.parent
     if not any((directory / name).is_file() for name in models.TOKENIZER_FILES):
@@ -274,7 +282,7 @@ def _tokenizers(theirs: Foreign, line: Line) -> list[str] | None:
         if list(ours) != list(other):
             differ.append((text, list(ours), list(other)))
     if not differ:
-        return []
+        return _read_directly(directory, reference, line.options, [text for text, _ in texts])
     text, ours, other = differ[0]
     place = next((i for i, (a, b) in enumerate(zip(ours, other, strict=False)) if a != b), min(len(ours), len(other)))
     return [
@@ -283,15 +291,78 @@ def _tokenizers(theirs: Foreign, line: Line) -> list[str] | None:
     ]
 
 
+def _read_directly(directory: Path, reference: str, options: Options, texts: Sequence[str]) -> list[str]:
+    """What a server gets that reads tokenizer.json itself: its own normalizer and its own truncation."""
+    from nlpconvert import checkpoint, tokens
+
+    theirs = directory / "tokenizer.json"
+    own = checkpoint.describe(reference, revision=options.revision, task=options.task).transformer / "tokenizer.json"
+    if not theirs.is_file() or not own.is_file():
+        return []
+    read, read_own = tokens.raw(theirs), tokens.raw(own)
+    differ = [(text, read_own(text), read(text)) for text in texts if read_own(text) != read(text)]
+    if not differ:
+        return []
+    text, ours, other = differ[0]
+    return [
+        f"tokenizer.json beside it, read as it stands, gives other ids for {len(differ)} of {len(texts)} texts "
+        f"({len(other)} for {text[:40]!r}, the model's own {len(ours)}): another normalizer or truncation?"
+    ]
+
+
 def _around(ids: Sequence[int], place: int) -> str:
     shown = ", ".join(map(str, ids[place : place + 3]))
     return f"[{shown}, ...]" if len(ids) > place + 3 else f"[{shown}] and ends"
+
+
+CONFIG = (
+    "model_type",
+    "architectures",
+    "id2label",
+    "num_labels",
+    "pad_token_id",
+    "max_position_embeddings",
+    "vocab_size",
+)
+"""What of a config.json decides how answers are read, or what may be asked."""
+
+
+def _config_beside(theirs: Foreign, reference: str, options: Options) -> list[str]:
+    """How the config.json beside the file differs from the model's, as sentences."""
+    from nlpconvert import checkpoint
+
+    path = theirs.path.parent / "config.json"
+    if not path.is_file():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return [f"config.json beside it cannot be read: {first_line(error)}"]
+    if not isinstance(found, dict):
+        return ["config.json beside it is no object"]
+    ours = checkpoint.describe(reference, revision=options.revision, task=options.task).config
+    return [
+        f"config.json beside it has {key} {_short(found[key])}, the model's has {_short(ours[key])}"
+        for key in CONFIG
+        if key in found and key in ours and found[key] != ours[key]
+    ]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _with_tokenizer(outcome: Outcome, problems: Sequence[str]) -> Outcome:
     """A tokenizer with other ids is a drift: the artifact is right, and whoever serves it gets wrong answers."""
     if not problems:
         return replace(outcome, notes=(*outcome.notes, "the tokenizer beside it gives the same ids as the model's"))
+    return _with_problems(outcome, problems)
+
+
+def _with_problems(outcome: Outcome, problems: Sequence[str]) -> Outcome:
+    if not problems:
+        return outcome
     if outcome.verdict is None:
         return replace(outcome, status="drift", reason="; ".join(problems))
     verdict = {**outcome.verdict, "structure": [*outcome.verdict.get("structure", ()), *problems]}

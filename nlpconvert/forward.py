@@ -75,6 +75,18 @@ def _keywords(module: torch.nn.Module) -> dict[str, bool]:
     return keywords | ({"use_cache": False} if "use_cache" in parameters else {})
 
 
+def embedding(module: torch.nn.Module) -> np.ndarray | None:
+    """The table that input ids are looked up in, (ids, width) float32; None where it is no plain one."""
+    try:
+        found = module.get_input_embeddings()  # type: ignore[operator]
+    except (NotImplementedError, AttributeError, TypeError):
+        return None
+    weight = getattr(found, "weight", None)
+    if not isinstance(found, torch.nn.Embedding) or not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+        return None
+    return weight.detach().cpu().numpy()
+
+
 def call(module: torch.nn.Module, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """One pass of an attached model: arrays in by name (ids int64), float32 arrays out by name.
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nlpconvert.errors import UsageError
+from nlpconvert.errors import NlpconvertError, UsageError
 from nlpconvert.options import (
     AllowUnverified,
     Columns,
@@ -107,7 +107,24 @@ def verify(
     )
     forgiven = pipeline.forgivable([*names(allow_unverified), *chosen.allow_unverified])
     ours = (out / "nlpconvert.json").is_file()
-    _check(out, ours, reference, map, precision, keep)
+    of_files: dict[str, Any] = {
+        "--map": map,
+        "--precision": precision,
+        "-o": keep,
+        "--task": task,
+        "--revision": revision,
+    }
+    of_files |= {"--force": force, "--trust-remote-code": trust_remote_code}
+    of_directories: dict[str, Any] = {
+        "--step": step,
+        "--recheck": recheck,
+        "--prove": prove,
+        "--baseline": baseline,
+        "--data": data,
+    }
+    of_directories |= {"--columns": columns, "--metric": metric, "--fail-if": fail_if}
+    _check(out, ours, reference, of_files, of_directories)
+    _check_reports(out if ours else keep, junit=junit, json=json, html=html)
     with Terminal(quiet) as terminal:
         if ours:
             wishes = pipeline.Wishes(
@@ -125,36 +142,87 @@ def verify(
             )
         else:
             assert reference is not None
-            for option, value in (("--step", step), ("--recheck", recheck), ("--prove", prove), ("--metric", metric)):
-                if value:
-                    kept = "keep it with -o OUT, then verify OUT"
-                    raise UsageError(f"{option} is about a directory that nlpconvert has made; {kept}")
             outcomes = pipeline.verify_foreign(
                 out, reference, out=keep, mapping=map or (), precision=precision, cases=case, options=given,
-                progress=terminal,
+                progress=terminal, settings=chosen,
             )  # fmt: skip
         terminal.stop()
         code = pipeline.exit_code(outcomes, forgiven)
-        said = shlex.quote(str(out)) if ours else f"{shlex.quote(str(out))} --reference {shlex.quote(str(reference))}"
-        _documents(outcomes, out if ours else keep, said, junit, json, html, code, forgiven)
+        said = " ".join(
+            [shlex.quote(str(out)), *_again(reference, tolerance, config, baseline, provider, threads, prove)]
+        )
         tell(terminal, outcomes, said, forgiven, verbose, to_stdout=json is None or str(json) != "-")
+        if chosen.path is not None and not quiet:
+            print(f"settings {chosen.path}", file=sys.stderr if str(json) == "-" else sys.stdout)
+        try:
+            _documents(outcomes, out if ours else keep, said, junit, json, html, code, forgiven)
+        except (NlpconvertError, OSError) as error:
+            # The verdict is told and stands; a report that could not be written must not hide it.
+            print(f"nlpconvert: {error}", file=sys.stderr)
+            code = code or UsageError.exit_code
     raise typer.Exit(code)
 
 
+def _again(
+    reference: str | None,
+    tolerance: Sequence[str] | None,
+    config: Path | None,
+    baseline: Path | None,
+    provider: str | None,
+    threads: int | None,
+    prove: bool,
+) -> list[str]:
+    """The options without which the same verdict would not come about, as they are typed."""
+    words: list[str] = []
+    given = {"--reference": reference, "--config": config, "--baseline": baseline, "--provider": provider}
+    for option, value in {**given, "--threads": threads}.items():
+        words += [] if value is None else [option, shlex.quote(str(value))]
+    for text in tolerance or ():
+        words += ["--tolerance", shlex.quote(text)]
+    return [*words, "--prove"] if prove else words
+
+
 def _check(
-    out: Path, ours: bool, reference: str | None, map: Sequence[str] | None, precision: str | None, keep: Path | None
+    out: Path, ours: bool, reference: str | None, of_files: Mapping[str, Any], of_directories: Mapping[str, Any]
 ) -> None:
     """Which of the two verifications is meant, and that nothing is given that only the other one takes."""
     if ours:
-        for option, value in (("--map", map), ("--precision", precision), ("-o", keep)):
+        for option, value in of_files.items():
             if value:
                 raise UsageError(f"{option} is about a file that another tool made, and {out} is nlpconvert's own")
-    elif reference is None and (out.is_file() or (out / "model.onnx").is_file()):
-        raise UsageError(f"{out} is no directory that nlpconvert has made; judge a file by a model: --reference MODEL")
-    elif reference is None:
+        return
+    if reference is None:
+        if out.is_file() or (out / "model.onnx").is_file():
+            raise UsageError(f"{out} is not nlpconvert's own; judge a file by a model: --reference MODEL")
+        if not out.exists():
+            raise UsageError(f"{out}: no such file or directory")
         from nlpconvert import manifest
 
         manifest.read(out)  # says what is missing
+    for option, value in of_directories.items():
+        if value:
+            raise UsageError(f"{option} is about nlpconvert's own; keep it with -o OUT, then verify OUT")
+
+
+def _check_reports(out: Path | None, **targets: Path | None) -> None:
+    """UsageError for a report that would destroy another, or what is verified: told before any work."""
+    seen: dict[Path, str] = {}
+    for name, target in targets.items():
+        if target is None or (name == "json" and str(target) == "-"):
+            continue
+        place = target.absolute()
+        if str(target) in ("-", ".") or place.is_dir():
+            raise UsageError(f"--{name} {target}: give the name of a file")
+        if not place.parent.is_dir():
+            raise UsageError(f"--{name} {target}: there is no directory {place.parent}")
+        if place in seen:
+            raise UsageError(f"--{name} and --{seen[place]} would both write {target}")
+        seen[place] = name
+        home = None if out is None else out.absolute()
+        if home is not None and home in place.parents:
+            inside = place.relative_to(home)
+            if (len(inside.parts) > 1 and (home / inside.parts[0]).is_dir()) or inside.name == "nlpconvert.json":
+                raise UsageError(f"--{name} {target} lies in what is verified; write it elsewhere")
 
 
 def _documents(
@@ -193,8 +261,11 @@ def _documents(
             print(line, file=sys.stderr)
         place = os.environ.get(github.SUMMARY)
         if place:
-            with open(place, "a", encoding="utf-8") as file:
-                file.write(github.summary(outcomes, out=said))
+            try:
+                with open(place, "a", encoding="utf-8") as file:
+                    file.write(github.summary(outcomes, out=said))
+            except OSError as error:
+                print(f"nlpconvert: the step summary was not written: {error}", file=sys.stderr)
 
 
 def locate(

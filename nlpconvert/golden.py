@@ -6,6 +6,7 @@ budget (a large vocabulary), a seeded sample of positions is kept whole and what
     golden/golden.json           the cases in order: names, words, twins, inputs, outputs with their full shapes
     golden/inputs.safetensors    "<case>/<input>"
     golden/outputs.safetensors   "<case>/<output>" in float32, and "<case>/<output>/index" where it was sampled
+    golden/tables.safetensors    "vocabulary": two numbers for each row of the embedding table (`validators.vocabulary`)
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ DEFAULT_BUDGET = 64 << 20
 _INDEX_BYTES = 2 * 8  # what one kept position costs in the index
 
 _WORDS, _INPUTS, _OUTPUTS = "golden.json", "inputs.safetensors", "outputs.safetensors"
+_TABLES = "tables.safetensors"
+_VOCABULARY = "vocabulary"
 
 
 @dataclass(frozen=True)
@@ -198,8 +201,12 @@ def describe(cases: Iterable[Case], answers: Mapping[str, Answers]) -> list[dict
 # --- as files --------------------------------------------------------------------------------------------------------
 
 
-def write(directory: Path, cases: Sequence[Case], answers: Mapping[str, Answers]) -> None:
+def write(
+    directory: Path, cases: Sequence[Case], answers: Mapping[str, Answers], vocabulary: np.ndarray | None = None
+) -> None:
     """Write a golden into `directory` (made when missing). The same cases and answers give the same bytes.
+
+    `vocabulary`: the fingerprint of the embedding table, float32 (ids, 2).
 
     A case without answers (PyTorch could not give one) is kept with its inputs. UsageError: two cases of one name, or
     answers to no case. ConversionError: no room.
@@ -239,7 +246,19 @@ def write(directory: Path, cases: Sequence[Case], answers: Mapping[str, Answers]
         # Not save_file, which lets nobody but the owner read what it writes.
         (directory / _INPUTS).write_bytes(save(inputs))
         (directory / _OUTPUTS).write_bytes(save(outputs))
+        if vocabulary is not None:
+            (directory / _TABLES).write_bytes(save({_VOCABULARY: np.asarray(vocabulary, np.float32, order="C")}))
         disk.write_json_atomic(directory / _WORDS, {"cases": words})
+
+
+def vocabulary(directory: Path) -> np.ndarray | None:
+    """The fingerprint of the embedding table, float32 (ids, 2); None where none was kept. DriftError: damaged."""
+    if not (directory / _TABLES).is_file():
+        return None
+    found = _load(directory, _TABLES).get(_VOCABULARY)
+    if found is None or found.dtype != np.float32 or found.ndim != 2 or found.shape[1] != 2:
+        raise DriftError(f"{directory / _TABLES} does not hold what it should; make the golden again")
+    return found
 
 
 def _load(directory: Path, name: str) -> dict[str, np.ndarray]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nlpconvert import golden, host, inputs, manifest, models, profiles, reference
 from nlpconvert.artifact import Artifact, Outcome, TensorSpec
 from nlpconvert.backends import Session
@@ -25,7 +27,7 @@ from nlpconvert.noise import floors
 from nlpconvert.plan import Options
 from nlpconvert.progress import Progress
 from nlpconvert.settings import Settings
-from nlpconvert.validators import compute, parity, rows, structure, tolerance
+from nlpconvert.validators import compute, parity, rows, structure, tolerance, vocabulary
 from nlpconvert.validators.tolerance import Tolerance
 
 
@@ -59,6 +61,8 @@ class Probes:
     sha256: str
     noise: Mapping[str, float] = field(default_factory=dict)
     """The reference's noise floor by output, in the unit of `rel`; empty where it was not measured."""
+    vocabulary: np.ndarray | None = None
+    """Fingerprint of the reference's embedding table, (ids, 2); None where it was not kept."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,14 @@ def stored_probes(record: Manifest, out: Path, names: Sequence[str] | None = Non
         if unknown:
             raise UsageError(f"there is no case {unknown[0]!r} in {out}; there are {', '.join(sorted(known))}")
         cases = [case for case in cases if case.name in names]
-    return Probes(cases, answers, record.golden.not_applicable, record.golden.probe_sha256, floors(record.golden.noise))
+    return Probes(
+        cases,
+        answers,
+        record.golden.not_applicable,
+        record.golden.probe_sha256,
+        floors(record.golden.noise),
+        golden.vocabulary(out / manifest.GOLDEN),
+    )
 
 
 def open_artifact(artifact: Artifact, options: Options) -> Session:
@@ -260,6 +271,8 @@ def judge(
     products = compute.count(artifact.path) if artifact.format == "onnx" else None
     if products is not None:
         problems += compute.problems(products, artifact.precision)
+    looked_up, of_table = _vocabulary(artifact, probes)
+    problems += of_table
     invariances = companions.report()
     if artifact.precision == "float32":
         problems += invariances.broken()
@@ -274,6 +287,8 @@ def judge(
         "tokens": tokens,
         "probe_sha256": probes.sha256,
         "noise": dict(probes.noise),
+        "case_sha256": {case.name: inputs.cases_sha256([case])[:16] for case in probes.cases},
+        "vocabulary": looked_up,
         "versions": host.versions(),
         "host": host.host_facts(),
     }
@@ -282,6 +297,23 @@ def judge(
     # What one output was given for itself is no wish for the others.
     used = tuple(bound for name, bound in tolerances.items() if name not in bounds.outputs)
     return comparison.agrees and not problems, verdict, used
+
+
+def _vocabulary(artifact: Artifact, probes: Probes) -> tuple[dict[str, Any], list[str]]:
+    """How many ids were asked, of how many, and in how many tables the others were looked at; what is wrong there."""
+    asked: set[int] = set()
+    for case in probes.cases:
+        for name, array in case.inputs.items():
+            if name.endswith("input_ids"):
+                asked.update(np.unique(array).tolist())
+    expected = probes.vocabulary
+    if expected is None:
+        return {"asked": len(asked), "of": None, "tables": 0}, []
+    found: list[tuple[str, np.ndarray]] = []
+    if artifact.format == "onnx":
+        found = vocabulary.tables(artifact.path, len(expected))
+    problems = vocabulary.problems(found, expected, artifact.precision)
+    return {"asked": len(asked), "of": len(expected), "tables": len(found)}, problems
 
 
 def _structure(artifact: Artifact, outputs: Sequence[OutputRow]) -> list[str]:

@@ -26,6 +26,8 @@ from nlpconvert.progress import Progress, captured
 from nlpconvert.settings import Settings
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from nlpconvert.inputs import Case, Encode
     from nlpconvert.models import Facts
     from nlpconvert.noise import Noise
@@ -57,9 +59,10 @@ class Line:
             reused = self._reusable(before, rows, to)
             todo = [row for row in rows if row.name not in reused]
             loaded = self._load()
-            plan.check_rows(todo, options, loaded.facts, {row.name: self._bounds(row.name) for row in todo})
+            plan.check_rows(todo, options, loaded.facts, {row.name: self.bounds(row.name) for row in todo})
             record, probes = self._begun(before, loaded, any(row.precision != "float32" for row in rows))
-            self._check_settings(loaded.facts, probes)
+            self.check_settings(loaded.facts, probes)
+            record = self._asked_anew(record, [row.name for row in todo], probes)
             del loaded
             stopped = ""
             for name in reused:
@@ -141,10 +144,30 @@ class Line:
         self.encode = self.loaded.encode
         return self.loaded
 
-    def _bounds(self, step: str) -> Bounds:
+    def _asked_anew(self, record: Manifest, replaced: Sequence[str], probes: Probes) -> Manifest:
+        """What lies here and was judged by other probes is judged by these: one manifest, one set of questions.
+
+        What cannot be run here keeps its verdict, and with it the hash of what it was asked.
+        """
+        from nlpconvert import verifying
+
+        for name, kept in list(record.steps.items()):
+            verdict = kept.outcome.verdict
+            if name in replaced or verdict is None or verdict.get("probe_sha256") == probes.sha256:
+                continue
+            bounds = verifying.bounds_of(record, name, (), self.settings)
+            again = verifying.again(record, name, self.out, probes, bounds, self.options, self.progress)
+            if again.verdict is not None and not kept.stale:
+                again = replace(again, seconds=kept.outcome.seconds, notes=kept.outcome.notes)
+                record = record.with_step(again, tolerances=kept.tolerances, options=kept.options, stale=kept.stale)
+                record.write(self.out)
+        return record
+
+    def bounds(self, step: str) -> Bounds:
+        """The tolerances of a step: given, else the settings'."""
         return judging.Bounds.of(step, self.tolerances, self.settings)
 
-    def _check_settings(self, facts: Facts, probes: Probes) -> None:
+    def check_settings(self, facts: Facts, probes: Probes) -> None:
         """UsageError for a tolerance of an output or a case that there is not."""
         self.settings.check_names((row.name for row in facts.outputs), (case.name for case in probes.cases))
 
@@ -181,10 +204,11 @@ class Line:
                 self.progress,
             )
             floor = self._noise(loaded, cases, asked)
+            vocabulary = self._vocabulary(loaded)
         for note in asked.notes:
             self.progress.line(note)
         with disk.building(self.out, manifest.GOLDEN) as new:
-            golden.write(new, cases, asked.answers)
+            golden.write(new, cases, asked.answers, vocabulary)
             files = disk.hash_tree(new)
             disk.replace_directory(new, self.out / manifest.GOLDEN)
         kept = manifest.Golden(
@@ -193,7 +217,16 @@ class Line:
         fresh = Manifest(loaded.description, asdict(facts), kept)
         if record is not None:
             fresh = replace(fresh, steps=record.steps, created=record.created)
-        return fresh, Probes(cases, asked.answers, asked.not_applicable, digest, noise.floors(kept.noise))
+        floors = noise.floors(kept.noise)
+        return fresh, Probes(cases, asked.answers, asked.not_applicable, digest, floors, vocabulary)
+
+    def _vocabulary(self, loaded: Loaded) -> np.ndarray | None:
+        """The fingerprint of the embedding table, where ids are looked up in a plain one."""
+        from nlpconvert import forward
+        from nlpconvert.validators import vocabulary
+
+        table = forward.embedding(loaded.module)
+        return None if table is None else vocabulary.fingerprint(table)
 
     def _noise(self, loaded: Loaded, cases: Sequence[Case], asked: Asked) -> Noise:
         """The reference in float64, or layer by layer where twice its weights are more than --max-memory."""
@@ -256,7 +289,7 @@ class Line:
                 parent = None if row.parent == "source" else record.artifact(row.parent, self.out)
                 with captured(log):
                     outcome, used = judging.judged(
-                        outcome, record, probes, self._bounds(row.name), self.options, self.progress, parent
+                        outcome, record, probes, self.bounds(row.name), self.options, self.progress, parent
                     )
                 disk.replace_directory(new, self.out / row.name)
         except (MissingPackage, UsageError):
@@ -340,7 +373,7 @@ class Line:
                 new=new,
                 log=log,
                 probes=probes,
-                tolerances=self._bounds(row.name).given,
+                tolerances=self.bounds(row.name).given,
                 progress=self.progress,
                 facts=models.facts_from_data(record.facts),
                 encode=self.encode,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nlpconvert import memory, plan
-from nlpconvert.artifact import Outcome
+from nlpconvert.artifact import FOREIGN, STEPS, Outcome
 from nlpconvert.errors import NlpconvertError, worst
 from nlpconvert.plan import Options
 from nlpconvert.progress import Progress, Silent
@@ -114,7 +114,7 @@ def verify(
 
 def forgivable(names: Sequence[str]) -> tuple[str, ...]:
     """The steps that --allow-unverified names. UsageError for a name that is no step."""
-    plan.check_step_names(names)
+    plan.check_step_names(names, (*STEPS, FOREIGN))
     return tuple(names)
 
 

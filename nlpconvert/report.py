@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nlpconvert import report_located, report_output, report_proof, report_scores, wording
-from nlpconvert.artifact import Outcome
+from nlpconvert.artifact import FOREIGN, Outcome
 from nlpconvert.inputs import KINDS
 from nlpconvert.proofs import Proof
 from nlpconvert.validators.findings import Comparison
@@ -72,9 +72,10 @@ def verdict_lines(
     yield from _asked(verdict, out)
     case = next((o.worst_case for o in comparison.ranked if not o.agrees and o.worst_case), "")
     if not agrees:
-        step = "" if " --reference " in out else f" --step {outcome.step}"
+        step = "" if outcome.step == FOREIGN and " --reference " in out else f" --step {outcome.step}"
+        all_cases = " --baseline " in out or out.endswith(" --prove") or bool(verdict.get("scores"))
         yield ""
-        yield f"Again: nlpconvert verify {out}{step}{f' --case {case}' if case else ''}"
+        yield f"Again: nlpconvert verify {out}{step}{f' --case {case}' if case and not all_cases else ''}"
 
 
 def _asked(verdict: Mapping[str, Any], out: str) -> Iterator[str]:
@@ -125,6 +126,14 @@ def _surroundings(outcome: Outcome, comparison: Comparison, verdict: Mapping[str
     if verdict.get("localisation"):
         where = Located.from_dict(verdict["localisation"])
         yield f"  first to move            {report_located.first_to_move(where)}, against {where.against}"
+    looked_up = verdict.get("vocabulary")
+    if looked_up and looked_up["of"]:
+        rest = (
+            "the rest compared in its embedding table"
+            if looked_up["tables"]
+            else "the other rows of its embedding table were not looked at"
+        )
+        yield f"  vocabulary               {looked_up['asked']:,} of {looked_up['of']:,} ids asked; {rest}"
     if verdict.get("parent_comparison"):
         parent = outcome.artifact.parent if outcome.artifact else ""
         moved = _worst(Comparison.from_dict(verdict["parent_comparison"]))

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nlpconvert.artifact import STEPS
+from nlpconvert.artifact import FOREIGN, STEPS
 from nlpconvert.errors import UsageError
 
 FILE = "nlpconvert.toml"
@@ -151,7 +151,7 @@ def _settings(path: Path, data: Mapping[str, Any]) -> Settings:
         raise UsageError(f"{_place(path, '')}: threads is {threads}: at least 1")
     unverified = _texts(path, "", "allow_unverified", data.get("allow_unverified", []))
     for name in unverified:
-        if name not in STEPS:
+        if name not in (*STEPS, FOREIGN):
             raise UsageError(f"{_place(path, '')}: allow_unverified: there is no step {name!r}; {_advice(name, STEPS)}")
     baseline = None if "baseline" not in data else _text(path, "", "baseline", data["baseline"])
     return Settings(
@@ -169,7 +169,7 @@ def _settings(path: Path, data: Mapping[str, Any]) -> Settings:
 def _steps(path: Path, data: Mapping[str, Any]) -> dict[str, OfStep]:
     found: dict[str, OfStep] = {}
     for name, value in _typed(path, "", "steps", data.get("steps", {}), dict).items():
-        if name not in STEPS:
+        if name not in (*STEPS, FOREIGN):
             raise UsageError(f"{_place(path, 'steps')}: there is no step {name!r}; {_advice(name, STEPS)}")
         table = f"steps.{name}"
         of_step = _typed(path, "steps", name, value, dict)

@@ -7,7 +7,7 @@ transformers, is `tokenizer`; how texts become rows of a batch is `inputs`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -129,3 +129,18 @@ def _lowers(directory: Path) -> bool:
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} is not JSON: {first_line(error)}") from error
     return isinstance(settings, dict) and bool(settings.get("do_lower_case"))
+
+
+def raw(path: Path) -> Callable[[str], list[int]]:
+    """A tokenizer.json exactly as it stands, its own normalizer and truncation included: text to ids.
+
+    UsageError when it cannot be read.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # as above
+        raise UsageError(f"{path} cannot be read: {first_line(error)}") from error
+    tokenizer.no_padding()
+    return lambda text: list(tokenizer.encode(text).ids)

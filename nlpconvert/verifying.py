@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nlpconvert import judging, manifest, models, plan
-from nlpconvert.artifact import Artifact, Outcome
+from nlpconvert.artifact import STEPS, Artifact, Outcome
 from nlpconvert.errors import CannotRunHere, DriftError, NlpconvertError, UsageError
 from nlpconvert.judging import Bounds, Probes
 from nlpconvert.manifest import Manifest
@@ -82,9 +82,14 @@ def verify(
     if changed:
         raise DriftError(f"{out}: {changed[0]} since it was recorded, so nothing can be judged by it; restore it")
     probes = judging.stored_probes(record, out, cases)
+    if wishes.model is not None:
+        _same_model(wishes.model, record, options)
+    for name in sorted(set(STEPS) - set(record.steps)):
+        if (out / name).is_dir():
+            progress.line(f"{out / name} is no step of {out / manifest.FILE}: it was not looked at")
     outputs = models.facts_from_data(record.facts).outputs
     settings.check_names((row.name for row in outputs), (str(case["name"]) for case in record.golden.cases))
-    bounds = {step: _bounds(record, step, tolerances, settings) for step in chosen}
+    bounds = {step: bounds_of(record, step, tolerances, settings) for step in chosen}
     if wishes.recheck:
         from nlpconvert import rechecking
 
@@ -92,9 +97,9 @@ def verify(
             raise UsageError("--recheck judges all that was recorded; --case has to run the artifact")
         outcomes = [rechecking.recheck(record, step, out, bounds[step]) for step in chosen]
     else:
-        outcomes = [_again(record, step, out, probes, bounds[step], options, progress) for step in chosen]
+        outcomes = [again(record, step, out, probes, bounds[step], options, progress) for step in chosen]
         if wishes.locate:
-            outcomes = [located(outcome, record, out, options, progress) for outcome in outcomes]
+            outcomes = [located(outcome, record, out, options, progress, wishes.model) for outcome in outcomes]
     if wishes.baseline is not None:
         from nlpconvert import comparing
 
@@ -107,10 +112,21 @@ def verify(
     return outcomes
 
 
+def _same_model(model: str, record: Manifest, options: Options) -> None:
+    """UsageError for a model that is not the one that the directory was made from."""
+    from nlpconvert import checkpoint
+
+    info = checkpoint.describe(model, revision=options.revision, task=record.task)
+    if info.sha256 != record.source_sha256:
+        raise UsageError(
+            f"{model} is checkpoint {info.sha256[:12]}, and this was made from {record.source_sha256[:12]}: give that"
+        )
+
+
 # ---- tolerances -----------------------------------------------------------------------------------------------------
 
 
-def _bounds(record: Manifest, step: str, given: Sequence[Tolerance], settings: Settings) -> Bounds:
+def bounds_of(record: Manifest, step: str, given: Sequence[Tolerance], settings: Settings) -> Bounds:
     """Given now, else in the settings, else when the step was made; single outputs and cases from the settings."""
     found = Bounds.of(step, given, settings)
     return found if found.given else replace(found, given=_recorded(record, step))
@@ -128,7 +144,7 @@ def _recorded(record: Manifest, step: str) -> Sequence[Tolerance]:
 # ---- one step -------------------------------------------------------------------------------------------------------
 
 
-def _again(
+def again(
     record: Manifest,
     step: str,
     out: Path,
@@ -137,6 +153,7 @@ def _again(
     options: Options,
     progress: Progress,
 ) -> Outcome:
+    """A recorded step, run again against the probes; a drift, unopened, where it is not what its record says."""
     started = time.perf_counter()
     kept = record.record(step).outcome
     if kept.artifact is None:
@@ -154,6 +171,9 @@ def _again(
     broken = manifest.broken_chain(record, step)
     if broken:
         return replace(outcome, status="drift", reason=f"{broken}; it was not opened")
+    foreign = _not_the_sources(record, kept.artifact)
+    if foreign:
+        return replace(outcome, status="drift", reason=f"{foreign}; it was not opened")
     parent = None
     if above != "source":
         altered = manifest.tampered(record, above, out)
@@ -164,6 +184,18 @@ def _again(
             parent = record.artifact(above, out)
     outcome, _ = judging.judged(outcome, record, probes, bounds, options, progress, parent)
     return replace(outcome, seconds=time.perf_counter() - started)
+
+
+def _not_the_sources(record: Manifest, artifact: Artifact) -> str:
+    """Which of the files copied from the checkpoint (config, tokenizer) is another one, in one sentence; "" if none."""
+    source = record.source.get("files")
+    if artifact.made_by.get("foreign") or not isinstance(source, Mapping):
+        return ""
+    for name, digest in artifact.files.items():
+        original = source.get(name)
+        if original is not None and original != digest:
+            return f"{artifact.step}/{name} is not the checkpoint's {name}"
+    return ""
 
 
 def located(
@@ -260,7 +292,8 @@ def _scored(
 def _with_scores(outcome: Outcome, scores: Scores | None) -> Outcome:
     if scores is None or outcome.verdict is None:
         return outcome
-    scored = replace(outcome, verdict={**outcome.verdict, "scores": scores.to_dict()})
+    told = tuple(getattr(scores, "warnings", ()))
+    scored = replace(outcome, verdict={**outcome.verdict, "scores": scores.to_dict()}, notes=(*outcome.notes, *told))
     if scores.status == "not run" and outcome.status == "agrees":
         return replace(scored, status="not run", reason=f"it could not be scored here: {scores.reason}")
     if not scores.failed:

@@ -1,0 +1,80 @@
+"""Floor 1, validators: is every row of an ONNX file's embedding table the checkpoint's, asked for by a probe or not?
+
+Probes hold a few hundred ids of many thousand; a row that none of them asks for is seen by nothing else. What is held
+against the file are two numbers for each row: its norm, and its product with a fixed vector of signs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SEED = 7
+ALLOWED: dict[str, float] = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2, "int8": 5e-2, "int4": 0.5}
+"""By precision, how far a row's product may be from the checkpoint's, as a share of its norm: the rounding of its
+elements."""
+_GATHERS = ("Gather", "EmbedLayerNormalization")
+
+
+def fingerprint(table: np.ndarray) -> np.ndarray:
+    """Norm and product with the signs of each row of a table (rows, width): float32 (rows, 2)."""
+    wide = table.astype(np.float32, copy=False)
+    signs = np.random.default_rng([SEED, table.shape[1]]).choice(np.array([-1, 1], np.float32), table.shape[1])
+    return np.stack([np.sqrt(np.einsum("ij,ij->i", wide, wide)), wide @ signs], axis=1)
+
+
+def tables(path: Path, rows: int) -> list[tuple[str, np.ndarray]]:
+    """The constant tables of `rows` rows that an ONNX file looks ids up in, by name; read from its data file where they
+    lie there. Raises what `onnx.load` raises."""
+    import onnx
+    from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
+
+    graph = onnx.load(str(path), load_external_data=False).graph
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    moved = {n.output[0]: n.input[0] for n in graph.node if n.op_type in ("Identity", "Cast", "Transpose")}
+    turned = {n.output[0] for n in graph.node if n.op_type == "Transpose"}
+    found: dict[str, np.ndarray] = {}
+    for node in graph.node:
+        if node.op_type not in _GATHERS:
+            continue
+        for name in node.input:
+            transposed = name in turned
+            origin = moved.get(name, name)
+            tensor = weights.get(origin)
+            if tensor is None or len(tensor.dims) != 2 or origin in found:
+                continue
+            if tensor.dims[1 if transposed else 0] != rows:
+                continue
+            if uses_external_data(tensor):
+                load_external_data_for_tensor(tensor, str(path.parent))
+            array: Any = onnx.numpy_helper.to_array(tensor)
+            found[origin] = array.T if transposed else array
+    return list(found.items())
+
+
+def problems(found: list[tuple[str, np.ndarray]], expected: np.ndarray, precision: str) -> list[str]:
+    """What is wrong with the tables of a file, a sentence each. `expected`: `fingerprint` of the checkpoint's.
+
+    A table of the checkpoint's rows times one factor is the checkpoint's: what becomes of the factor, the probes see.
+    Another table with as many rows (positions, by chance) is left out when one of them is the checkpoint's.
+    """
+    allowed = ALLOWED.get(precision, ALLOWED["float32"])
+    said: list[str] = []
+    for name, table in found:
+        ours = fingerprint(table)
+        known = expected[:, 0] > 0
+        with np.errstate(divide="ignore", invalid="ignore"):
+            factor = float(np.median(ours[known, 0] / expected[known, 0])) if known.any() else 1.0
+        factor = factor if np.isfinite(factor) and factor > 0 else 1.0
+        bound = allowed * factor * np.maximum(expected[:, 0], np.median(expected[:, 0]))
+        differ = ~(np.abs(ours - factor * expected).max(axis=1) <= bound)
+        if not differ.any():
+            return []
+        first = int(np.argmax(differ))
+        said.append(
+            f"{int(differ.sum()):,} of {len(differ):,} rows of its embedding table {name} are not the checkpoint's, "
+            f"first that of id {first}"
+        )
+    return said
