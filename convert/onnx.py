@@ -81,13 +81,13 @@ def convert(
         onnx_graph.name_axes(program.graph, {name: input_axes(name, facts.task) for name in inputs}, facts.outputs)
         onnx_graph.name_weights(program.graph)
         onnx_graph.clean_metadata(program)
-        _describe(program, facts)
+        describe(program, facts)
         path = directory / "model.onnx"
         onnx_graph.save(program, path)
     made_inputs, made_outputs = onnx_graph.specs(program.graph)
     del program
-    _forget_last_graph()
-    _check(path)
+    forget_last_graph()
+    check(path)
 
     given = [spec.name for spec in made_inputs]
     notes += [f"input {name} is not read by the graph and was dropped" for name in facts.inputs if name not in given]
@@ -226,7 +226,7 @@ def _frozen(specs: tuple[TensorSpec, ...]) -> str:
     return ""
 
 
-def _check(path: Path) -> None:
+def check(path: Path) -> None:
     try:
         # With a path the checker also follows the external data, and takes files past 2 GB.
         onnx.checker.check_model(str(path), full_check=False)
@@ -236,7 +236,7 @@ def _check(path: Path) -> None:
         ) from error
 
 
-def _forget_last_graph() -> None:
+def forget_last_graph() -> None:
     """Makes onnxscript's rewrite rules let go of the model.
 
     They are module globals whose matchers remember the last graph and node they looked at, and with them all weights.
@@ -248,7 +248,7 @@ def _forget_last_graph() -> None:
                 setattr(matcher, name, None)
 
 
-def _describe(program: onnx_ir.Model, facts: Facts) -> None:
+def describe(program: onnx_ir.Model, facts: Facts) -> None:
     """What a later reader needs to know of the model goes into the file itself."""
     program.producer_name = "nlpconvert"
     program.metadata_props.update({"nlpconvert.task": facts.task, "nlpconvert.model_type": facts.model_type})

@@ -126,6 +126,7 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/giveback.py", 1),
     Room("nlpconvert/recipe.py", 1, _set("safetensors")),
     Room("nlpconvert/profiles.py", 1),
+    Room("nlpconvert/cache_names.py", 1),
     Room("nlpconvert/breaks.py", 1, rooms=_set("nlpconvert.backends")),
     Room("nlpconvert/proofs.py", 1),
     Room("nlpconvert/renaming.py", 1),
@@ -133,6 +134,10 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/tokens.py", 1),
     Room("nlpconvert/labelled.py", 1),
     Room("nlpconvert/marking.py", 1),
+    # What writes token by token, and what it is asked.
+    Room("nlpconvert/writer.py", 1),
+    Room("nlpconvert/passages.py", 1),
+    Room("nlpconvert/passages_files.py", 1, _set("safetensors")),
     # What builder and runner of engines share: which flavour, which GPU, what lies beside an engine.
     Room("nlpconvert/engines.py", 1),
     # safetensors with numpy only: goldens are read where there is no torch.
@@ -164,6 +169,31 @@ ROOMS: tuple[Room, ...] = (
         bars=_NO_JUDGE,
     ),
     Room("convert/onnx_graph.py", 2, _set("onnx_ir"), bars=_NO_JUDGE),
+    # Models that write: one graph under a forward of its own, and on it the decoder's and the pair's.
+    Room(
+        "convert/cached_graph.py",
+        2,
+        _set("torch transformers onnx_ir"),
+        rooms=_set("nlpconvert.convert.onnx_graph"),
+        bars=_NO_JUDGE,
+    ),
+    Room(
+        "convert/cached.py",
+        2,
+        _set("torch transformers onnx onnx_ir onnxscript"),
+        rooms=_set("nlpconvert.convert.onnx nlpconvert.convert.onnx_graph nlpconvert.convert.cached_graph"),
+        bars=_NO_JUDGE,
+    ),
+    Room(
+        "convert/cached_pair.py",
+        2,
+        _set("torch transformers onnx_ir"),
+        rooms=_set(
+            "nlpconvert.convert.onnx nlpconvert.convert.onnx_graph nlpconvert.convert.cached_graph "
+            "nlpconvert.convert.cached"
+        ),
+        bars=_NO_JUDGE,
+    ),
     # Breaking artifacts on purpose: with plain protobuf, so that it runs where there is no onnx_ir.
     Room("convert/breaking.py", 2, _set("onnx"), rooms=_set("nlpconvert.convert.breaking_graph"), bars=_NO_JUDGE),
     Room("convert/breaking_graph.py", 2, _set("onnx"), bars=_NO_JUDGE),
@@ -235,6 +265,10 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/backends/torchscript_taps.py", 2, _set("torch"), rooms=_set("nlpconvert.backends")),
     Room("nlpconvert/backends/pytorch_taps.py", 2, _set("torch"), rooms=_set("nlpconvert.backends")),
     Room("nlpconvert/backends/onnxruntime.py", 2, _set("onnxruntime"), rooms=_set("nlpconvert.backends")),
+    Room("nlpconvert/backends/writing.py", 2, _set("onnxruntime"), rooms=_set("nlpconvert.backends.onnxruntime")),
+    Room("nlpconvert/backends/pytorch_writing.py", 2, _set("torch")),
+    Room("nlpconvert/backends/processors.py", 2, _set("torch transformers")),
+    Room("nlpconvert/backends/beams.py", 2, _set("torch transformers")),
     Room(
         "nlpconvert/backends/tensorrt.py",
         2,
@@ -244,6 +278,9 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/backends/trt_child.py", 2, _set("polygraphy tensorrt tensorrt_rtx")),
     Room("nlpconvert/reference.py", 3),
     Room("nlpconvert/judging.py", 3),
+    Room("nlpconvert/generation.py", 3),
+    Room("nlpconvert/writing.py", 3),
+    Room("nlpconvert/writing_why.py", 3),
     Room("nlpconvert/proving.py", 3),
     Room("nlpconvert/noise.py", 3),
     Room("nlpconvert/foreign.py", 3),
@@ -302,6 +339,7 @@ ROOMS: tuple[Room, ...] = (
         rooms=_set("nlpconvert.report nlpconvert.wording nlpconvert.plots nlpconvert.html_step"),
     ),
     Room("nlpconvert/report_located.py", 4),
+    Room("nlpconvert/report_written.py", 4, rooms=_set("nlpconvert.wording")),
     # How a status and a size are worded is the report's.
     Room("nlpconvert/report_diff.py", 4, rooms=_set("nlpconvert.report nlpconvert.wording")),
     Room("nlpconvert/report_scores.py", 4),

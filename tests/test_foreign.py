@@ -243,3 +243,37 @@ def test_on_the_command_line(
     assert "nlpconvert's own" in capsys.readouterr().err
     assert cli._main([*words, "--prove"]) == 2
     assert "keep it with -o OUT" in capsys.readouterr().err
+    for more in (["--baseline", "x"], ["--data", "x"], ["--fail-if", "x"], ["--columns", "x"]):
+        assert cli._main([*words, *more]) == 2, more
+
+
+def test_another_config_beside_the_file_is_a_drift(theirs: Path, classifier: Path, tmp_path: Path) -> None:
+    """Labels exchanged, or another model's config: the answers are right, and are read wrongly."""
+    shutil.copyfile(theirs / "same.onnx", tmp_path / "model.onnx")
+    words = json.loads((classifier / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(words))
+    assert judged(tmp_path, classifier).status == "agrees"
+    words["model_type"] = "roberta"
+    (tmp_path / "config.json").write_text(json.dumps(words))
+    outcome = judged(tmp_path, classifier)
+    assert outcome.status == "drift"
+    assert 'config.json beside it has model_type "roberta", the model\'s has "bert"' in text(outcome)
+
+
+def test_a_tokenizer_that_cuts_by_itself_is_a_drift(theirs: Path, classifier: Path, tmp_path: Path) -> None:
+    """transformers sets truncation itself; a server that reads tokenizer.json gets what stands in it."""
+    shutil.copyfile(theirs / "same.onnx", tmp_path / "model.onnx")
+    words = json.loads((classifier / "tokenizer.json").read_text())
+    words["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    shutil.copyfile(classifier / "tokenizer_config.json", tmp_path / "tokenizer_config.json")
+    outcome = judged(tmp_path, classifier)
+    assert outcome.status == "drift"
+    assert "tokenizer.json beside it, read as it stands, gives other ids for" in text(outcome)
+
+
+def test_settings_hold_for_a_foreign_file_too(theirs: Path, classifier: Path, tmp_path: Path) -> None:
+    from nlpconvert import settings
+
+    (tmp_path / "nlpconvert.toml").write_text('[steps.foreign]\ntolerance = "noise<=1e-9"\n')
+    assert judged(theirs / "same.onnx", classifier, settings=settings.read(tmp_path)).status == "drift"
