@@ -1,0 +1,99 @@
+"""Floor 4: the verdict on a model that writes, as lines: a line for each phase, free texts, the curve, what is wrong.
+
+Takes the plain data that `writing.judge` gives and the manifest keeps; keys it does not know are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nlpconvert import wording
+
+SHOWN = 5
+"""Free texts whose first difference is told."""
+
+
+def lines(step: str, verdict: Mapping[str, Any]) -> Iterator[str]:
+    """All that is told of a step's verdict; what is wrong comes first."""
+    for problem in verdict.get("problems", ()):
+        yield f"  {step}: {problem}"
+    for why in verdict.get("why", ()):
+        yield f"    looks like       {why}"
+    for phase in verdict.get("phases", ()):
+        yield f"    {phase['name']:<24} {_phase(phase, verdict)}"
+    texts = verdict.get("texts", {})
+    if texts.get("rows"):
+        yield _detail("written freely", _texts(texts))
+        for each in texts.get("differences", ())[:SHOWN]:
+            yield _detail("", difference(each))
+        more = texts["rows"] - texts["identical"] - SHOWN
+        if more > 0:
+            yield _detail("", f"and {more:,} more")
+    perplexity = verdict.get("perplexity", {})
+    if perplexity.get("tokens"):
+        yield _detail("perplexity", _perplexity(perplexity, verdict.get("allowed", {}).get("perplexity")))
+    curve = verdict.get("curve", {})
+    if curve.get("bins"):
+        yield _detail("over the length", f"{curve['sentence']}   {_bins(curve['bins'])}")
+    for name, why in verdict.get("not_applicable", {}).items():
+        yield _detail("not applicable", f"{name}: {why}")
+
+
+def short(verdict: Mapping[str, Any]) -> str:
+    """An agreeing verdict in a few words."""
+    judged = [phase for phase in verdict.get("phases", ()) if not phase.get("not_judged")]
+    worst = max(judged, key=lambda phase: float(phase["used"]), default=None)
+    words = [] if worst is None else [f"{worst['name']} {wording.used(float(worst['used']))}"]
+    texts = verdict.get("texts", {})
+    return "; ".join([*words, *([_texts(texts)] if texts.get("rows") else [])])
+
+
+def difference(each: Mapping[str, Any]) -> str:
+    """Where a free text first differs."""
+    other = "nothing" if each["candidate"] < 0 else each["candidate"]
+    near = "a near tie: what follows is not judged" if each["near_tie"] else "no near tie"
+    return (
+        f"{each['passage']} row {each['row']}: new token {each['position']} is {other}, the reference's "
+        f"{each['reference']} (margin {each['margin']:.2g}, {near})"
+    )
+
+
+def _phase(phase: Mapping[str, Any], verdict: Mapping[str, Any]) -> str:
+    if phase["nonfinite"]:
+        return f"DRIFT   not finite at {wording.count(phase['nonfinite'], 'position')}"
+    status = "not judged" if phase.get("not_judged") else "agrees" if phase["agrees"] else "DRIFT"
+    measure = verdict.get("tolerance", {}).get("measure", "rel")
+    words = [f"{status:<7} {wording.measured(measure, float(phase['measured']))}"]
+    if math.isfinite(float(phase["used"])):
+        words.append(wording.used(float(phase["used"])))
+    if measure != "kl":
+        words.append(f"KL {wording.drift(float(phase['kl']))}")
+    near = f", {phase['near_ties']:,} of them near ties" if phase["changed"] else ""
+    words.append(f"top-1 changed in {phase['changed']:,} of {wording.count(phase['positions'], 'token')}{near}")
+    if phase.get("not_judged"):
+        words.append(str(phase["not_judged"]))
+    return ", ".join(words)
+
+
+def _texts(texts: Mapping[str, Any]) -> str:
+    near = f", {wording.count(texts['near_ties'], 'near tie')}" if texts["near_ties"] else ""
+    rows = texts["rows"]
+    return f"{texts['identical']:,} of {rows:,} free texts are the reference's{near}"
+
+
+def _perplexity(found: Mapping[str, Any], allowed: float | None) -> str:
+    bound = "" if allowed is None else f", allowed {allowed:g}"
+    return (
+        f"{found['candidate']:.5g} against {found['reference']:.5g}: {found['ratio']:.6f} times over "
+        f"{wording.count(found['tokens'], 'token')}{bound}"
+    )
+
+
+def _bins(bins: list[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{each['first']}-{each['last']}: {wording.drift(float(each['rms']))}" for each in bins)
+
+
+def _detail(label: str, value: str) -> str:
+    return f"    {label:<24} {value}"
