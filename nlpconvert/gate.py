@@ -148,9 +148,15 @@ def verify(
             )  # fmt: skip
         terminal.stop()
         code = pipeline.exit_code(outcomes, forgiven)
-        said = " ".join(
-            [shlex.quote(str(out)), *_again(reference, tolerance, config, baseline, provider, threads, prove)]
-        )
+        typed: dict[str, Any] = {
+            "--reference": reference,
+            "--config": config,
+            "--baseline": baseline,
+            "--provider": provider,
+        }
+        typed |= {"--threads": threads, "--data": data, "--columns": columns or None, "--metric": metric}
+        typed |= {"--fail-if": fail_if}
+        said = " ".join([shlex.quote(str(out)), *_typed(typed, tolerance or (), prove)])
         tell(terminal, outcomes, said, forgiven, verbose, to_stdout=json is None or str(json) != "-")
         if chosen.path is not None and not quiet:
             print(f"settings {chosen.path}", file=sys.stderr if str(json) == "-" else sys.stdout)
@@ -163,21 +169,12 @@ def verify(
     raise typer.Exit(code)
 
 
-def _again(
-    reference: str | None,
-    tolerance: Sequence[str] | None,
-    config: Path | None,
-    baseline: Path | None,
-    provider: str | None,
-    threads: int | None,
-    prove: bool,
-) -> list[str]:
+def _typed(given: Mapping[str, Any], tolerances: Sequence[str], prove: bool) -> list[str]:
     """The options without which the same verdict would not come about, as they are typed."""
     words: list[str] = []
-    given = {"--reference": reference, "--config": config, "--baseline": baseline, "--provider": provider}
-    for option, value in {**given, "--threads": threads}.items():
+    for option, value in given.items():
         words += [] if value is None else [option, shlex.quote(str(value))]
-    for text in tolerance or ():
+    for text in tolerances:
         words += ["--tolerance", shlex.quote(text)]
     return [*words, "--prove"] if prove else words
 

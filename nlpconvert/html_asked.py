@@ -68,7 +68,13 @@ def scores(data: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {
         "reason": found.reason,
         "conditions": [
-            {"failed": each.failed, "text": each.text, "reason": each.reason, "warning": each.warning}
+            {
+                "failed": each.failed,
+                "status": each.status,
+                "text": each.text,
+                "reason": each.reason,
+                "warning": each.warning,
+            }
             for each in found.fail_if
         ],
         "rows": [_score(each) for each in found.scores],

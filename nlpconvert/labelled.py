@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,10 @@ from nlpconvert.tokens import Reader, Reading
 from nlpconvert.validators.metrics import IGNORED, Metric
 
 BATCH = 8
+READ = ("text", "text_pair", "tokens", "choices", "question", "context")
+"""Columns that a model reads; the others hold what would be right."""
+DISTINCT = 0.9
+"""Share of distinct rows below which an interval for independent ones is said to be too narrow."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,14 @@ class Batch:
 
 
 class Labels:
-    """The names of a model's labels by id, from config.json beside the artifact; numbers where it has none."""
+    """The names of a model's labels by id, from config.json beside the artifact; numbers where it has none.
 
-    def __init__(self, names: Sequence[str] = ()) -> None:
+    `source`: the file they come from, "" for none.
+    """
+
+    def __init__(self, names: Sequence[str] = (), source: str = "") -> None:
         self.names = tuple(names)
+        self.source = source if self.names else ""
         self._ids = {name: index for index, name in enumerate(self.names)}
 
     def __call__(self, label: Any, where: str) -> int:
@@ -93,7 +101,8 @@ def read_labels(directories: Iterable[Path]) -> Labels:
         names = {int(index): str(name) for index, name in (config.get("id2label") or {}).items()}
     except (OSError, ValueError, AttributeError) as error:
         raise UsageError(f"{path} cannot be read: {first_line(error)}") from error
-    return Labels([names[index] for index in sorted(names)] if sorted(names) == list(range(len(names))) else ())
+    known = [names[index] for index in sorted(names)] if sorted(names) == list(range(len(names))) else []
+    return Labels(known, f"{path.parent.name}/{path.name}")
 
 
 def prepare(
@@ -140,6 +149,23 @@ def _check_worth(metric: Metric, entries: Sequence[Entry], path: Path) -> None:
         place is None or tag == IGNORED for e in tagged for place, tag in zip(e.tokens, e.wanted, strict=True)
     ):
         raise UsageError(f"{path}: no word has a tag that is scored")
+
+
+def doubts(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What makes rows worth less than their number: those that hold nothing to read, and those that are the same."""
+    read = [{column: row[column] for column in READ if column in row} for row in rows]
+    empty = sum(not any(_holds(value) for value in each.values()) for each in read)
+    if empty:
+        yield f"{empty:,} {'row is' if empty == 1 else 'rows are'} empty"
+    distinct = len({json.dumps(each, sort_keys=True, default=str) for each in read})
+    if distinct < DISTINCT * len(rows):
+        texts, count = "text" if distinct == 1 else "texts", f"{len(rows):,}"
+        yield f"{distinct:,} distinct {texts} among {count} rows: the intervals hold for {count} independent ones"
+
+
+def _holds(value: Any) -> bool:
+    """Whether a text, or one of a list's, is more than blanks."""
+    return any(map(_holds, value)) if isinstance(value, list | tuple) else bool(str(value).strip())
 
 
 class _Lines:

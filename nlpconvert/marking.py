@@ -6,7 +6,8 @@ the reference and to the candidate, and nothing here knows which of the two it h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +46,22 @@ class Marker:
             text, wanted = self.reader.decode(ids).strip(), entry.wanted.strip()
             into.add({"bleu": metrics_text.bleu_counts(text, wanted), "exact_match": (text == wanted, 1)}, text)
 
+    @property
+    def average(self) -> tuple[str, str]:
+        """Over what F1 is a mean, and where its labels come from, in words; ("", "") for a score without labels."""
+        if self.metric.name != "f1":
+            return "", ""
+        source = self.labels.source
+        if self.facts.task == "token-classification":
+            if not source:
+                return (
+                    "micro over entities",
+                    "numbers, each a kind: no config.json beside the artifact has names",
+                )
+            return "micro over entities", f"{len(self.labels.names):,} tags of {source}"
+        which = f"{len(self.labels.names):,} of {source}" if source else "numbers of the logits, which nothing names"
+        return "macro over labels", f"{which}; one that no row has and the model never gives does not count"
+
     def shift(self, batch: Batch, row: int) -> int:
         """Where the first real token of a row stands: 0, or after the padding where that is on the left."""
         if self.facts.positions != "mask":
@@ -55,6 +72,36 @@ class Marker:
 def abstains(batches: Sequence[Batch]) -> bool:
     """Whether some question has no answer, as in SQuAD 2.0."""
     return any(not entry.wanted for batch in batches for entry in batch.entries)
+
+
+def doubt(marker: Marker, batches: Sequence[Batch], answers: Answers, who: str) -> str:
+    """A sentence where a model is right no more often than the most common label would be; "" where it is, or has none.
+
+    `who` begins it: "the reference itself". Data with one label only has no such thing.
+    """
+    pairs: list[tuple[Hashable, Hashable]] = []
+    entries = [entry for batch in batches for entry in batch.entries]
+    if marker.metric.name not in ("accuracy", "f1"):
+        return ""
+    for entry, decision in zip(entries, answers.decisions, strict=True):
+        if isinstance(decision, tuple):
+            pairs += zip(decision, _scored_tags(entry), strict=True)
+        else:
+            pairs.append((decision, entry.wanted))
+    common = Counter(wanted for _, wanted in pairs).most_common(1)[0][1]
+    right = sum(decision == wanted for decision, wanted in pairs)
+    if common == len(pairs) or right > common:
+        return ""
+    noun = "words" if any(entry.tokens for entry in entries) else "rows"
+    return (
+        f"{who} is right in {right / len(pairs):.0%} of the {noun}, no better than always saying the most common label "
+        f"({common / len(pairs):.0%}): are these labels this model's?".replace("%", " %")
+    )
+
+
+def _scored_tags(entry: Entry) -> list[int]:
+    """The tags of words that are scored: neither cut off nor ignored."""
+    return [tag for place, tag in zip(entry.tokens, entry.wanted, strict=True) if place is not None and tag != IGNORED]
 
 
 def _classified(marker: Marker, batch: Batch, given: Arrays, into: Answers) -> None:

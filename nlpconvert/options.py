@@ -123,6 +123,10 @@ def tell(
             for line in report.verdict_lines(outcome, out=said, verbose=verbose):
                 print(line, file=stream)
             print(file=stream)
+    for outcome in outcomes if terminal.quiet else ():
+        # What makes a gate on labelled rows worth less than it looks is said even so.
+        for warning in ((outcome.verdict or {}).get("scores") or {}).get("warnings", ()):
+            print(f"{outcome.step}: {warning}", file=sys.stderr)
     if not terminal.quiet:
         for outcome in outcomes:
             if outcome.status == "agrees" and not verbose:

@@ -169,7 +169,17 @@ class Bench:
 
     def judged(self, session: Session, artifact: Artifact, parent: Session | None = None) -> Any:
         """What `verify` makes of a session."""
-        return self._judge(session, artifact, self.facts.outputs, self.probes, self.given, Silent(), parent)
+        probes = self._probes_for(artifact)
+        return self._judge(session, artifact, self.facts.outputs, probes, self.given, Silent(), parent)
+
+    def _probes_for(self, artifact: Artifact) -> Probes:
+        """The probes; without the checkpoint's table of embeddings where the broken file's own is not in it, but in the
+        unbroken one's data file, unchanged."""
+        if self.probes.vocabulary is None or artifact.path == self.artifact.path or artifact.format != "onnx":
+            return self.probes
+        from nlpconvert.convert import breaking
+
+        return self.probes if breaking.holds_tables(artifact.path) else replace(self.probes, vocabulary=None)
 
     def proof(self, progress: Progress) -> Proof:
         """All breaks, one after the other."""

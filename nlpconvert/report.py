@@ -69,20 +69,20 @@ def verdict_lines(
         yield ""
     yield from _surroundings(outcome, comparison, verdict)
     yield from _notes(outcome)
-    yield from _asked(verdict, out)
+    yield from _asked(verdict)
     case = next((o.worst_case for o in comparison.ranked if not o.agrees and o.worst_case), "")
     if not agrees:
         step = "" if outcome.step == FOREIGN and " --reference " in out else f" --step {outcome.step}"
-        all_cases = " --baseline " in out or out.endswith(" --prove") or bool(verdict.get("scores"))
+        all_cases = " --baseline " in out or out.endswith(" --prove")
         yield ""
         yield f"Again: nlpconvert verify {out}{step}{f' --case {case}' if case and not all_cases else ''}"
 
 
-def _asked(verdict: Mapping[str, Any], out: str) -> Iterator[str]:
+def _asked(verdict: Mapping[str, Any]) -> Iterator[str]:
     """What was asked for besides the goldens: scores on labelled rows, and the proof that the gate trips."""
     if verdict.get("scores"):
         yield ""
-        yield from report_scores.lines(Scores.from_dict(verdict["scores"]), out=out)
+        yield from report_scores.lines(Scores.from_dict(verdict["scores"]))
     if verdict.get("proof"):
         yield ""
         yield from report_proof.lines(Proof.from_dict(verdict["proof"]))

@@ -15,8 +15,11 @@ from nlpconvert.validators.statistics import Interval
 _LABEL = 15
 
 
-def lines(scores: Scores, *, out: str = "OUT") -> Iterator[str]:
-    """The report on one step: each score beside the reference's, what the rows can say, and each condition."""
+def lines(scores: Scores) -> Iterator[str]:
+    """The report on one step: each score beside the reference's, what the rows can say, and each condition.
+
+    Warnings about the data are not in it: they stand among the step's own notes.
+    """
     if scores.status != "scored":
         word = {"drift": "DRIFT", "not run": "not run"}[scores.status]
         yield f"{scores.step}: {word} on {_data(scores)}: {scores.reason}"
@@ -28,47 +31,49 @@ def lines(scores: Scores, *, out: str = "OUT") -> Iterator[str]:
     if scores.changed is not None:
         yield from _detail("decisions", _changed(scores.changed))
         unseen = percent(scores.changed.unseen)
-        yield from _detail("unseen", f"{scores.changed.rows:,} rows cannot see a change below {unseen}")
+        yield from _detail("unseen", f"{_rows(scores.changed.rows)} cannot see a change below {unseen}")
     yield from _detail("reference", scores.reference or "none: there is the score alone")
     yield from _detail("ran on", f"{scores.provider}, {scores.precision}")
     for note in scores.notes:
         yield from _detail("note", note)
     if scores.fail_if:
         yield ""
-    for tripped in scores.fail_if:
-        yield f"  {'FAILS ' if tripped.failed else 'passes'} {tripped.text}: {tripped.reason}"
+    words = ["FAILS" if tripped.failed else tripped.status for tripped in scores.fail_if]
+    width = max(map(len, words), default=0)
+    for word, tripped in zip(words, scores.fail_if, strict=True):
+        yield f"  {word:<{width}} {tripped.text}: {tripped.reason}"
         if tripped.warning:
-            yield f"         warning: {tripped.warning}"
-    if scores.failed:
-        yield ""
-        yield f"Again: nlpconvert verify {out} --step {scores.step} {scores.arguments}"
+            yield f"  {'':<{width}} warning: {tripped.warning}"
 
 
 def warnings(scores: Scores) -> Iterator[str]:
     """What a person should know of a step that passes: why that may be worth less than it looks."""
-    for tripped in scores.fail_if:
-        if tripped.warning:
-            yield f"{scores.step}: --fail-if {tripped.text}: {tripped.warning}"
+    for warning in scores.warnings:
+        yield f"{scores.step}: {warning}"
 
 
 def _headline(scores: Scores) -> str:
     failed = [each.text for each in scores.fail_if if each.failed]
     if failed:
         return f"{scores.step} FAILS on {_data(scores)}: {', '.join(failed)}"
-    passes = "passes" if scores.fail_if else "scored"
-    return f"{scores.step} {passes} on {_data(scores)}: " + ", ".join(
+    statuses = {each.status for each in scores.fail_if} - {"not judged"}
+    word = "scored" if not statuses else "passes" if statuses == {"passes"} else "does not fail"
+    return f"{scores.step} {word} on {_data(scores)}: " + ", ".join(
         f"{each.name} {number(each.candidate, each)}" for each in scores.scores
     )
 
 
 def _data(scores: Scores) -> str:
-    rows = f" ({scores.rows:,} row{'s' if scores.rows != 1 else ''})" if scores.rows else ""
+    rows = f" ({_rows(scores.rows)})" if scores.rows else ""
     return f"{PurePath(scores.data).name or 'the data'}{rows}"
 
 
 def _score(each: Scored) -> Iterator[str]:
     beside = "" if each.reference is None else f"   reference {number(each.reference, each)}"
-    yield f"  {each.name:<{_LABEL}}  {number(each.candidate, each)}{beside}"
+    average = f"   {each.average}" if each.average else ""
+    yield f"  {each.name:<{_LABEL}}  {number(each.candidate, each)}{beside}{average}"
+    if each.labels:
+        yield from _detail("labels", each.labels)
     yield from _detail("interval", interval(each.interval, each))
     if each.difference is None or each.difference_interval is None or each.chance is None:
         return
@@ -88,8 +93,7 @@ def _score(each: Scored) -> Iterator[str]:
 
 
 def _discordant(worse: int, better: int) -> str:
-    rows = "row" if worse == 1 else "rows"
-    return f"the reference alone is right in {worse:,} {rows}, the step alone in {better:,}"
+    return f"the reference alone is right in {_rows(worse)}, the step alone in {better:,}"
 
 
 def _worse(each: Scored) -> bool:
@@ -100,7 +104,11 @@ def _worse(each: Scored) -> bool:
 def _changed(changed: Changed) -> str:
     share = percent(changed.count / changed.rows)
     span = f"{percent(changed.interval.low)} to {percent(changed.interval.high)} at {percent(changed.interval.level)}"
-    return f"changed in {changed.count:,} of {changed.rows:,} rows ({share}, {span})"
+    return f"changed in {changed.count:,} of {_rows(changed.rows)} ({share}, {span})"
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'' if count == 1 else 's'}"
 
 
 def interval(span: Interval, each: Scored, *, signed: bool = False) -> str:

@@ -93,20 +93,22 @@ def score_steps(
     moves = conditions.needs_reference(wanted)
     if moves is not None and not any(reference.stands_beside(step) for step in steps):
         raise UsageError(
-            f'--fail-if "{moves.text}" needs a reference, and {", ".join(steps)} has none but itself: give --model DIR '
-            f'(PyTorch itself), a step that was made from it, or a condition like "{moves.bound}"'
+            f'--fail-if "{moves.text}" needs a reference, and {", ".join(steps)} has none but itself: give '
+            f'--reference DIR (PyTorch itself), a step that was made from it, or a condition like "{moves.bound}"'
         )
     places = kept.places(steps, model)
     if not any(kept.reason(step) == "" for step in steps):
         return [Scores(step, metric, "drift", kept.reason(step), str(data)) for step in steps]
+    read = labelled.read(data, columns, row, record.task)
+    conditions.check(wanted, len(read))
     reader, labels = tokens.load(places, facts), labelled.read_labels(places)
-    batches = labelled.prepare(labelled.read(data, columns, row, record.task), row, facts, reader, labels, data)
+    batches = labelled.prepare(read, row, facts, reader, labels, data)
     marker = Marker(row, facts, labels, reader, row.name == "squad" and marking.abstains(batches))
-    work = _Work(kept, row, wanted, batches, marker, options, progress)
+    work = _Work(kept, row, wanted, batches, marker, options, progress, tuple(labelled.doubts(read)))
     digest = hashlib.sha256(data.read_bytes()).hexdigest()
     notes = tuple(_notes(work))
     done = [_score(work, step, reference, notes) for step in steps]
-    flags = {"data": str(data), "columns": columns, "metric": metric, "fail-if": fail_if, "model": model}
+    flags = {"data": str(data), "columns": columns, "metric": metric, "fail-if": fail_if, "reference": model}
     arguments = " ".join(f"--{name} {shlex.quote(said)}" for name, said in flags.items() if said)
     return [replace(each, data=str(data), data_sha256=digest, arguments=arguments) for each in done]
 
@@ -122,6 +124,8 @@ class _Work:
     marker: Marker
     options: Options
     progress: Progress
+    doubts: tuple[str, ...]
+    """Why these rows may be worth less than their number."""
 
     @property
     def rows(self) -> int:
@@ -162,10 +166,18 @@ def _score(work: _Work, step: str, reference: _Reference, notes: tuple[str, ...]
         return replace(empty, reason=str(error))
     except DriftError as error:
         return replace(empty, status="drift", reason=str(error))
+    found = _found(work, empty, ours, base)
+    doubts = work.doubts
+    if found.status == "scored":
+        who = "the reference itself" if base is not None else f"{step} itself"
+        doubt = marking.doubt(work.marker, work.batches, base or ours, who)
+        doubts = (doubt, *doubts) if doubt else doubts
+    shown = [f"--fail-if {each.text}: not shown: {each.warning}" for each in found.fail_if if each.warning]
     return replace(
-        _found(work, empty, ours, base),
+        found,
         reference=reference.words if base is not None else "",
         notes=(*reference.notes, *notes) if base is not None else notes,
+        warnings=(*shown, *doubts),
         seconds=time.perf_counter() - began,
     )
 
@@ -176,16 +188,17 @@ def _found(work: _Work, empty: Scores, ours: Answers, base: Answers | None) -> S
         who = "the reference's answers" if not ours.broken else "its answers"
         count = ours.broken or (base.broken if base is not None else 0)
         return replace(
-            empty, status="drift", broken=ours.broken, reason=f"{who} are not finite in {count:,} of {work.rows:,} rows"
+            empty, status="drift", broken=ours.broken, reason=f"{who} are not finite in {count:,} of {_rows(work.rows)}"
         )
     found = paired.pairs(work.metric.scores, ours, base)
+    average, labels = work.marker.average
     for name, each in found.items():
         if not math.isfinite(each.candidate):
             return replace(empty, status="drift", reason=f"its {name} is too large to be a number")
     return replace(
         empty,
         status="scored",
-        scores=tuple(each.scored() for each in found.values()),
+        scores=tuple(replace(each.scored(), average=average, labels=labels) for each in found.values()),
         changed=None if base is None else paired.changed(ours.decisions, base.decisions),
         fail_if=tuple(conditions.judge(each, found[each.score]) for each in work.conditions),
     )
@@ -195,15 +208,21 @@ def _notes(work: _Work) -> Iterator[str]:
     entries = [entry for batch in work.batches for entry in batch.entries]
     cut = sum(entry.cut for entry in entries)
     if cut:
-        yield f"{cut:,} of {len(entries):,} rows are longer than {work.marker.reader.limit} tokens and were cut"
+        longer = "is longer than {} tokens and was" if cut == 1 else "are longer than {} tokens and were"
+        yield f"{cut:,} of {_rows(len(entries))} {longer.format(work.marker.reader.limit)} cut"
     lost = sum(place is None for entry in entries for place in entry.tokens)
     if lost:
-        yield f"{lost:,} words have no token (cut off, or not of this vocabulary) and are not scored"
+        have, are = ("word has", "is") if lost == 1 else ("words have", "are")
+        yield f"{lost:,} {have} no token (cut off, or not of this vocabulary) and {are} not scored"
     if work.metric.name == "bleu":
         yield f"texts are generated greedily, {MOST_GENERATED} tokens at most; settings for generation are not applied"
     yield from _other_ids(work)
     if work.marker.abstains:
         yield "some questions have no answer: the empty span counts where it scores highest (SQuAD 2.0)"
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'' if count == 1 else 's'}"
 
 
 def _other_ids(work: _Work) -> Iterator[str]:

@@ -20,6 +20,7 @@ from nlpconvert.manifest import Manifest
 from nlpconvert.plan import Options
 from nlpconvert.progress import Progress
 from nlpconvert.settings import Settings
+from nlpconvert.validators import fail_if, metrics
 from nlpconvert.validators.tolerance import Tolerance
 
 if TYPE_CHECKING:
@@ -82,6 +83,10 @@ def verify(
     if changed:
         raise DriftError(f"{out}: {changed[0]} since it was recorded, so nothing can be judged by it; restore it")
     probes = judging.stored_probes(record, out, cases)
+    if wishes.metric is not None:
+        metrics.metric_for(wishes.metric, record.task)
+        if wishes.fail_if is not None:
+            fail_if.parse(wishes.fail_if, wishes.metric)
     if wishes.model is not None:
         _same_model(wishes.model, record, options)
     for name in sorted(set(STEPS) - set(record.steps)):

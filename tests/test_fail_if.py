@@ -67,6 +67,12 @@ def test_several_are_separated_by_commas() -> None:
         ("accuracy drops by 1% at 30%", "accuracy", "between 50% and 99.9%"),
         ("accuracy drops by 1% at 100%", "accuracy", "between 50% and 99.9%"),
         ("accuracy drops by 1% at 95", "accuracy", "between 50% and 99.9%"),
+        ("accuracy drops by 0.5", "accuracy", r"has no % and would be a drop of 50 points: write 0\.5%$"),
+        ("accuracy drops by 0.3 at 95%", "accuracy", "would be a drop of 30 points: write 0.3% or 30%"),
+        ("squad drops by .2", "squad", "write .2% or 20%"),
+        ("accuracy drops by 100%", "accuracy", "hardly can fail: a model that lost 100 % of the scale"),
+        ("f1 drops by 50% at 95%", "f1", "hardly can fail"),
+        ("bleu drops by 60", "bleu", "lost 60 % of the scale"),
     ],
 )
 def test_what_is_no_condition(text: str, metric: str, said: str) -> None:
@@ -93,6 +99,7 @@ def test_a_drop_fails_when_it_is_large_and_no_chance() -> None:
     assert not by_chance.failed and "in 10.8 % of samples" in by_chance.reason
     assert fail_if.judge(one("accuracy drops by 0.5%"), pair(1000, 20, 12)).failed, "without a level the drop decides"
     assert fail_if.judge(condition, pair(1000, 0, 20)).reason == "no drop"
+    assert found.status == "fails"
 
 
 def test_the_limit_itself_fails() -> None:
@@ -107,7 +114,9 @@ def test_a_sample_that_could_not_have_shown_it_says_so() -> None:
     assert found.warning.startswith(
         "200 rows cannot show a drop below 3.1 % at 95 %, and 0.5 % was asked for: give about"
     )
-    assert not fail_if.judge(one("accuracy drops by 4% at 95%"), pair(200, 1, 0)).warning
+    assert found.status == "not shown"
+    enough = fail_if.judge(one("accuracy drops by 4% at 95%"), pair(200, 1, 0))
+    assert (enough.status, enough.warning) == ("passes", "")
     assert not fail_if.judge(one("accuracy drops by 0.5% at 95%"), pair(1000, 30, 10)).warning, "it did show it"
 
 
@@ -123,8 +132,58 @@ def test_bounds_are_about_the_score_itself() -> None:
     assert fail_if.judge(one("accuracy below 0.95"), pair(200, 0, 0)).failed
     assert not fail_if.judge(one("accuracy below 0.9"), pair(200, 0, 0)).failed
     nearly = one("accuracy below 0.91 at 95%")
-    assert not fail_if.judge(nearly, pair(200, 0, 0)).failed, "it is below, but rows by chance explain that"
+    unsure = fail_if.judge(nearly, pair(200, 0, 0))
+    assert unsure.status == "not shown", "it is below, but rows by chance explain that"
+    assert unsure.warning.startswith("200 rows cannot show at 95 %")
     assert fail_if.judge(one("accuracy below 0.95 at 95%"), pair(200, 0, 0)).failed
+
+
+@pytest.mark.parametrize(("level", "rows"), [(0.95, 5), (0.8, 3), (0.75, 2), (0.99, 7), (0.999, 10)])
+def test_the_fewest_rows_are_those_of_the_test_itself(level: float, rows: int) -> None:
+    condition = one(f"accuracy drops by 1% at {level}")
+    assert fail_if.least_rows(level) == rows
+    fail_if.check((condition,), rows)
+    assert fail_if.judge(condition, pair(rows, rows, 0, 1.0)).failed, "all rows lost"
+    said = rf"cannot fail on {rows - 1} rows?: .* at {100 * level:g} % it takes {rows} rows at least"
+    with pytest.raises(UsageError, match=said):
+        fail_if.check((condition,), rows - 1)
+    fail_if.check((one("accuracy drops by 1%"), one(f"accuracy below 0.9 at {level}")), 1)
+
+
+def test_a_condition_that_the_reference_s_own_score_makes_impossible_is_refused() -> None:
+    """0.67 to 0.00 on three rows is no drop at 95 %, nor is the loss of all four rows that were right among 100."""
+    with pytest.raises(UsageError, match=r"cannot fail: the reference itself is right in 2 of 3 rows, .* it takes 5"):
+        fail_if.judge(one("accuracy drops by 1% at 95%"), pair(3, 2, 0, 2 / 3))
+    with pytest.raises(UsageError, match="right in 4 of 100 rows"):
+        fail_if.judge(one("accuracy drops by 1% at 95%"), pair(100, 4, 0, 0.04))
+    with pytest.raises(UsageError, match=r"own accuracy is 0\.0400, so it cannot drop so far; are these labels this"):
+        fail_if.judge(one("accuracy drops by 10%"), pair(100, 4, 0, 0.04))
+    assert fail_if.judge(one("accuracy drops by 4%"), pair(100, 4, 0, 0.04)).failed
+    with pytest.raises(UsageError, match=r"cannot fail on 20 rows: .*at 95 % it takes 29 rows at least"):
+        fail_if.judge(one("accuracy below 0.1 at 95%"), pair(20, 0, 0))
+    assert fail_if.judge(one("accuracy below 0.1 at 95%"), pair(29, 29, 0, 1.0)).failed
+
+
+def test_a_correlation_may_fall_below_nothing() -> None:
+    rows = np.arange(12.0)
+    low = Paired(metrics.METRICS["spearman"].scores[0], np.stack([-rows, rows], 1), np.stack([np.zeros(12), rows], 1))
+    assert fail_if.judge(one("spearman drops by 20%", "spearman"), low).failed
+
+
+def test_what_the_others_are_held_against_is_not_judged() -> None:
+    alone = Paired(metrics.METRICS["accuracy"].scores[0], np.ones((10, 2)))
+    found = fail_if.judge(one("accuracy drops by 1% at 95%"), alone)
+    assert (found.status, found.failed, found.reason) == ("not judged", False, "it is what the others are held against")
+
+
+def test_one_row_is_one_row() -> None:
+    reference = np.array([[60.0, 20.0]])
+    found = fail_if.judge(
+        one("perplexity rises by 2%", "perplexity"),
+        Paired(metrics.METRICS["perplexity"].scores[0], reference, reference),
+    )
+    assert found.status == "not shown" and "1 rows" not in found.warning
+    assert fail_if.judge(one("accuracy drops by 1%"), pair(1, 0, 0, 1.0)).warning.startswith("1 row cannot show")
 
 
 def lms(rise: float, rows: int = 100) -> Paired:

@@ -108,7 +108,7 @@ def asked() -> dict[str, Any]:
     score = Scored(
         "accuracy", "higher", 1, 0.9, Interval(0.86, 0.93, 0.95, "exact"), 0.91, -0.01, span, detectable=0.02
     )
-    tripped = Tripped("accuracy drops by 0.5% at 95%", False, "it may have", "200 rows cannot see it")
+    tripped = Tripped("accuracy drops by 0.5% at 95%", "not shown", "it may have", "200 rows cannot see it")
     scored = Scores("onnx", "accuracy", "scored", data="labelled.jsonl", rows=200, scores=(score,), fail_if=(tripped,))
     proof = Proof("onnx", "onnx", "float32", ("noise<=10",), trials, smallest)
     return {"proof": proof.to_dict(), "scores": scored.to_dict()}

@@ -176,6 +176,54 @@ def test_rows_that_could_say_nothing(fixtures_dir: Path, minilm: Path, tmp_path:
     assert [len(entry.wanted) for entry in batch.entries] == [0, batch.inputs["input_ids"].shape[1] - 1]
 
 
+def test_rows_that_are_worth_less_than_their_number() -> None:
+    assert list(labelled.doubts([{"text": "a", "label": 0}, {"text": "b", "label": 1}])) == []
+    assert list(labelled.doubts([{"text": "a", "text_pair": str(n)} for n in range(9)])) == []
+    assert list(labelled.doubts([{"text": "a", "label": n} for n in range(9)])) == [
+        "1 distinct text among 9 rows: the intervals hold for 9 independent ones"
+    ]
+    assert list(labelled.doubts([{"text": " \n"}, {"text": "b"}])) == ["1 row is empty"]
+    assert list(labelled.doubts([{"tokens": ["", " "]}, {"tokens": []}])) == ["2 rows are empty"]
+    assert list(labelled.doubts([{"text": "", "text_pair": "b"}, {"question": "", "context": "c"}])) == []
+
+
+def doubt(labels: list[int], decisions: list[int], reader: Reader, fixtures_dir: Path) -> str:
+    marked = marker("accuracy", "text-classification", reader, fixtures_dir)
+    answers = Answers(decisions=list(decisions))
+    return marking.doubt(marked, [batch_of(*(Entry((), label, False) for label in labels))], answers, "the reference")
+
+
+def test_no_better_than_the_most_common_label(reader: Reader, fixtures_dir: Path) -> None:
+    assert doubt([0, 0, 1, 2], [0, 1, 2, 0], reader, fixtures_dir) == (
+        "the reference is right in 25 % of the rows, no better than always saying the most common label (50 %): "
+        "are these labels this model's?"
+    )
+    assert doubt([0, 0, 1, 2], [0, 0, 1, 0], reader, fixtures_dir) == ""
+    assert doubt([0, 0, 0, 0], [0, 0, 0, 1], reader, fixtures_dir) == "", "one label is always the most common"
+
+
+def test_tags_are_held_against_the_most_common_tag(reader: Reader, fixtures_dir: Path) -> None:
+    """Words that were cut off or are not scored are in neither."""
+    entry = Entry((), (0, metrics.IGNORED, 1, 0, 2), False, tokens=(1, 2, 3, None, 5))
+    marked = marker("f1", "token-classification", reader, fixtures_dir)
+    said = marking.doubt(marked, [batch_of(entry)], Answers(decisions=[(1, 1, 1)]), "onnx itself")
+    assert said.startswith("onnx itself is right in 33 % of the words, no better than") and "(33 %)" in said
+    assert marking.doubt(marked, [batch_of(entry)], Answers(decisions=[(0, 1, 1)]), "onnx itself") == ""
+
+
+def test_f1_says_over_what_it_is_a_mean(reader: Reader, fixtures_dir: Path) -> None:
+    directory = fixtures_dir / "bert-token-classifier"
+    facts, labels = facts_of(directory), labelled.read_labels([directory])
+    tagger = Marker(metrics.metric_for("f1", facts.task), facts, labels, reader)
+    assert tagger.average == (
+        "micro over entities",
+        f"{len(labels.names)} tags of bert-token-classifier/config.json",
+    )
+    average, source = marker("f1", "text-classification", reader, fixtures_dir).average
+    assert average == "macro over labels" and source.startswith("numbers of the logits, which nothing names")
+    assert marker("squad", "question-answering", reader, fixtures_dir).average == ("", "")
+
+
 def test_words_that_are_cut_are_not_scored(fixtures_dir: Path, tmp_path: Path) -> None:
     directory = fixtures_dir / "bert-token-classifier"
     words = ["Ueda", "Ltd", "."] * 60

@@ -230,9 +230,12 @@ def test_scores_become_plain_data_and_come_back() -> None:
     found = paired.pairs((ACCURACY,), answers, answers)["accuracy"].scored()
     scores = Scores(
         "onnx-int8", "accuracy", "scored", rows=20, scores=(found,), changed=paired.changed([1, 2], [1, 3]),
-        fail_if=(Tripped("accuracy below 0.9", True, "it is 0.6"),), notes=("a note",),
+        fail_if=(Tripped("accuracy below 0.9", "fails", "it is 0.6"),), notes=("a note",), warnings=("a warning",),
     )  # fmt: skip
     data = scores.to_dict()
+    assert data["fail_if"][0]["failed"] is True
+    older = {**data, "fail_if": [{"text": "accuracy below 0.9", "failed": True, "reason": "it is 0.6", "warning": ""}]}
+    assert Scores.from_dict(older) == scores, "of before there was a status"
     assert Scores.from_dict({**data, "something new": 1}) == scores
     assert scores.failed and data["failed"] and scores.exit_code == 1
     assert Scores("onnx", "accuracy", "not run", "no runtime").exit_code == 4

@@ -134,12 +134,14 @@ def test_a_broken_step_trips_the_gate(mine: Made) -> None:
     (accuracy,) = found.scores
     assert accuracy.candidate < 0.4 and accuracy.chance is not None and accuracy.chance < 1e-20
     assert found.fail_if[0].failed and not found.fail_if[0].warning
-    said = "\n".join(report_scores.lines(found, out="out"))
+    said = "\n".join(report_scores.lines(found))
     assert said.startswith(f"onnx-int8 FAILS on eval.jsonl (200 rows): {GATE}\n")
-    assert (
-        f"Again: nlpconvert verify out --step onnx-int8 --data {made.data} --metric accuracy --fail-if '{GATE}'" in said
-    )
-    assert score(made, "onnx-int8", "f1", fail_if="f1 drops by 1% at 95%").exit_code == 1
+    assert f"\n  FAILS {GATE}: it dropped by " in said and "Again:" not in said, "one such line is the caller's"
+    assert found.arguments == f"--data {made.data} --metric accuracy --fail-if '{GATE}'"
+    by_f1 = score(made, "onnx-int8", "f1", fail_if="f1 drops by 1% at 95%")
+    assert by_f1.exit_code == 1
+    told = "\n".join(report_scores.lines(by_f1))
+    assert "   macro over labels\n    labels         4 of onnx-int8/config.json; one that no row has" in told
     without = score(made, "onnx-int8")
     assert without.exit_code == 0, "without --fail-if the numbers are told and nothing is judged"
 
@@ -170,7 +172,9 @@ def test_several_steps_share_one_reference(mine: Made, monkeypatch: pytest.Monke
         options=Options(threads=1), fail_if=GATE,
     )  # fmt: skip
     assert [each.failed for each in found] == [False, False, True]
-    assert found[0].fail_if[0].reason == "not judged: it is what the others are held against"
+    assert found[0].fail_if[0].status == "not judged"
+    assert next(report_scores.lines(found[0])).startswith("onnx scored on eval.jsonl")
+    assert f"  not judged {GATE}: it is what the others are held against" in list(report_scores.lines(found[0]))
     assert opened == ["onnx", "onnx", "onnx-optimized", "onnx-int8"]
     assert [each.reference for each in found] == ["", "onnx, float32", "onnx, float32"]
     assert found[0].scores[0].difference is None
@@ -206,7 +210,7 @@ def test_without_a_reference_there_is_the_score_alone(reviews: Made) -> None:
     found = score(reviews, "onnx", fail_if="accuracy below 0.8 at 95%")
     assert found.exit_code == 0 and found.reference == "" and found.changed is None
     assert score(reviews, "onnx", fail_if="accuracy below 0.95").exit_code == 1
-    with pytest.raises(UsageError, match=r"needs a reference, and onnx has none but itself: give --model DIR"):
+    with pytest.raises(UsageError, match=r"needs a reference, and onnx has none but itself: give --reference DIR"):
         score(reviews, "onnx", fail_if=GATE)
 
 
@@ -216,6 +220,7 @@ def test_pytorch_is_the_reference_where_the_model_is_given(reviews: Made, fixtur
     found = score(reviews, "onnx", data=data, fail_if=GATE, model=str(fixtures_dir / "bert-text-classifier"))
     assert found.reference == "pytorch, float32"
     assert found.scores[0].difference == 0.0 and found.exit_code == 0
+    assert found.arguments.endswith(f"--reference {fixtures_dir / 'bert-text-classifier'}")
     with pytest.raises(UsageError, match="is another checkpoint"):
         score(reviews, "onnx", data=data, model=str(fixtures_dir / "bert-token-classifier"))
 
@@ -225,11 +230,58 @@ def test_other_columns_and_rows_that_are_cut(reviews: Made, tmp_path: Path) -> N
     data.write_text("body,y\n" + "".join(f"{'good room ' * n},positive\n" for n in (1, 2, 100)))
     found = score(reviews, "onnx", data=data, columns="text=body,label=y")
     assert found.rows == 3
-    assert found.notes == ("1 of 3 rows are longer than 128 tokens and were cut",)
+    assert found.notes == ("1 of 3 rows is longer than 128 tokens and was cut",)
     with pytest.raises(UsageError, match="squad does not fit text-classification: accuracy"):
         score(reviews, "onnx", "squad", data=data)
     with pytest.raises(UsageError, match="there is no step 'trt'"):
         score(reviews, "trt", data=data)
+
+
+def test_a_gate_that_cannot_fail_is_refused(mine: Made, tmp_path: Path) -> None:
+    made = derive(mine, "onnx-int8", broken)
+    rows = made.data.read_text().splitlines(keepends=True)
+    for count in (1, 3):
+        few = tmp_path / f"{count}.jsonl"
+        few.write_text("".join(rows[:count]))
+        with pytest.raises(UsageError, match=rf"cannot fail on {count} rows?: .* it takes 5 rows at least"):
+            score(made, "onnx-int8", data=few, fail_if=GATE)
+        assert score(made, "onnx-int8", data=few, fail_if="accuracy drops by 1%").exit_code == 1
+    told = "\n".join(report_scores.lines(score(made, "onnx", data=tmp_path / "1.jsonl")))
+    assert "(1 row)" in told and "1 rows" not in told
+
+
+def test_labels_that_are_another_models_are_noticed(mine: Made, tmp_path: Path) -> None:
+    made = derive(mine, "onnx-optimized")
+    rows = [json.loads(line) for line in made.data.read_text().splitlines()]
+    names = sorted({row["label"] for row in rows})
+    for row in rows:
+        row["label"] = names[(names.index(row["label"]) + 1) % len(names)]
+    data = tmp_path / "shifted.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for metric in ("accuracy", "f1"):
+        found = score(made, "onnx-optimized", metric, data=data)
+        (note,) = found.warnings
+        assert note.startswith("the reference itself is right in ") and found.notes == ()
+        assert note.endswith(
+            "no better than always saying the most common label (34 %): are these labels this model's?"
+        )
+    assert score(made, "onnx", data=data).warnings[0].startswith("onnx itself is right in ")
+
+
+def test_repeated_and_empty_rows_are_told(mine: Made, tmp_path: Path) -> None:
+    made = derive(mine, "onnx-optimized")
+    rows = [json.loads(line) for line in made.data.read_text().splitlines()]
+    rows = [rows[n % 10] for n in range(170)] + [{**rows[n], "text": " " * (n % 2)} for n in range(30)]
+    data = tmp_path / "repeated.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = score(made, "onnx-optimized", data=data, fail_if=GATE)
+    assert found.warnings[1:] == (
+        "30 rows are empty",
+        "12 distinct texts among 200 rows: the intervals hold for 200 independent ones",
+    )
+    assert found.fail_if[0].status == "not shown"
+    assert found.warnings[0].startswith(f"--fail-if {GATE}: not shown: 200 rows cannot show a drop")
+    assert "onnx-optimized: 30 rows are empty" in list(report_scores.warnings(found))
 
 
 def test_another_tokenizer_is_noticed(mine: Made) -> None:
@@ -290,7 +342,7 @@ def test_the_report_of_a_step_that_passes(mine: Made) -> None:
     made = derive(mine, "onnx-optimized")
     found = dataclasses.replace(score(made, "onnx-optimized", fail_if=f"{GATE}, accuracy below 0.8"), provider="CPU")
     assert list(report_scores.lines(found)) == [
-        "onnx-optimized passes on eval.jsonl (200 rows): accuracy 0.9050",
+        "onnx-optimized does not fail on eval.jsonl (200 rows): accuracy 0.9050",
         "",
         "  accuracy         0.9050   reference 0.9050",
         "    interval       0.8556 to 0.9418 at 95 % (exact binomial)",
@@ -302,14 +354,14 @@ def test_the_report_of_a_step_that_passes(mine: Made) -> None:
         "    reference      onnx, float32",
         "    ran on         CPU, float32",
         "",
-        f"  passes {GATE}: no drop",
-        "         warning: 200 rows cannot show a drop below 3.1 % at 95 %, and 0.5 % was asked for: give about 1,300 "
-        "rows",
-        "  passes accuracy below 0.8: it is 0.9050",
+        f"  not shown {GATE}: no drop",
+        "            warning: 200 rows cannot show a drop below 3.1 % at 95 %, and 0.5 % was asked for: give about "
+        "1,300 rows",
+        "  passes    accuracy below 0.8: it is 0.9050",
     ]
     assert list(report_scores.warnings(found)) == [
-        f"onnx-optimized: --fail-if {GATE}: 200 rows cannot show a drop below 3.1 % at 95 %, and 0.5 % was asked for: "
-        "give about 1,300 rows"
+        f"onnx-optimized: --fail-if {GATE}: not shown: 200 rows cannot show a drop below 3.1 % at 95 %, and 0.5 % "
+        "was asked for: give about 1,300 rows"
     ]
 
 
