@@ -16,7 +16,7 @@ from nlpconvert import manifest
 from nlpconvert.artifact import Outcome
 from nlpconvert.errors import DriftError, UsageError
 from nlpconvert.manifest import Manifest
-from nlpconvert.validators import regression
+from nlpconvert.validators import overlap, regression
 from nlpconvert.validators.findings import Comparison, plain
 from nlpconvert.validators.regression import Regression
 
@@ -74,7 +74,9 @@ class StepChange:
     """One step on both sides. `status_*`: None on a side that does not have it, "stale" where its parent was replaced.
 
     `files`: what differs among the artifact's files, None where one side made none; empty: the same bytes. `worse` is
-    what the gate would say; `unreadable` why nothing could be said of the numbers.
+    what the gate would say; `unreadable` why nothing could be said of the numbers. `probes`: hash and number of cases
+    that each side was measured with, None where there is no verdict; `shared`: where they are not the same and can be
+    compared all the same, how many cases both have and were held against each other.
     """
 
     step: str
@@ -87,6 +89,14 @@ class StepChange:
     outputs: tuple[OutputChange, ...] = ()
     worse: tuple[Regression, ...] = ()
     unreadable: str = ""
+    probes: Change = Change("probes", None, None)
+    shared: int | None = None
+
+    @property
+    def other_probes(self) -> bool:
+        """Whether both sides were measured, and not with the same probes."""
+        change = self.probes
+        return bool(change.before and change.after and change.before != change.after)
 
     @property
     def lost(self) -> bool:
@@ -101,6 +111,7 @@ class StepChange:
             and not self.files
             and not self.worse
             and not self.unreadable
+            and not self.other_probes
             and all(
                 (o.measured_before, o.bound_before) == (o.measured_after, o.bound_after) and not o.loosened
                 for o in self.outputs
@@ -113,7 +124,8 @@ class Difference:
     """Two manifests, held against each other; steps worst first.
 
     `versions` are of packages, `host` of the machine on which the manifests were made ("cpu flags lost" and "gained"
-    among them); both hold what changed only. `probes`: hash and number of cases of each side.
+    among them); both hold what changed only. `probes`: hash and number of cases of each side's goldens; a step may
+    have been measured with others, before more joined.
     """
 
     old: str
@@ -125,6 +137,15 @@ class Difference:
     versions: tuple[Change, ...]
     host: tuple[Change, ...]
     steps: tuple[StepChange, ...]
+
+    @property
+    def differs(self) -> bool:
+        """Whether what is told of model and artifacts is not the same: task, checkpoint, probes or any step.
+
+        Versions, machine and times are circumstances: by themselves they are no difference.
+        """
+        facts = (self.task, self.checkpoint, self.probes)
+        return any(each.before != each.after for each in facts) or not all(step.same for step in self.steps)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -151,8 +172,11 @@ def diff(old: Path | str, new: Path | str) -> Difference:
 
 
 def _probes(record: Manifest) -> str:
-    count = len(record.golden.cases)
-    return f"{record.golden.probe_sha256} ({count} case{'' if count == 1 else 's'})"
+    return _asked(record.golden.probe_sha256, len(record.golden.cases))
+
+
+def _asked(sha256: str, count: int) -> str:
+    return f"{sha256} ({count} case{'' if count == 1 else 's'})"
 
 
 def _versions(record: Manifest) -> dict[str, str]:
@@ -188,10 +212,14 @@ def _step(name: str, before: Manifest, after: Manifest) -> StepChange:
     outputs: tuple[OutputChange, ...] = ()
     worse: tuple[Regression, ...] = ()
     unreadable = ""
+    shared: int | None = None
     if was and now and was.verdict is not None and now.verdict is not None:
         try:
-            worse = regression.regressions(was.verdict, now.verdict, "the old one")
-            outputs = tuple(_outputs(was.verdict, now.verdict))
+            same = before.source_sha256 == after.source_sha256
+            worse = regression.regressions(was.verdict, now.verdict, "the old one", same_source=same)
+            asked = overlap.probes(was.verdict, now.verdict)
+            shared = None if asked.shared is None else len(asked.shared)
+            outputs = tuple(_outputs(was.verdict, now.verdict, same and asked.shared is None and not asked.why_not))
         except UsageError as error:
             unreadable = str(error)
     files = None
@@ -208,7 +236,16 @@ def _step(name: str, before: Manifest, after: Manifest) -> StepChange:
         outputs=outputs,
         worse=worse,
         unreadable=unreadable,
+        probes=Change("probes", _measured_with(was), _measured_with(now)),
+        shared=shared,
     )
+
+
+def _measured_with(outcome: Outcome | None) -> str | None:
+    """What a step was measured with, by its own verdict."""
+    if outcome is None or outcome.verdict is None or not outcome.verdict.get("probe_sha256"):
+        return None
+    return _asked(str(outcome.verdict["probe_sha256"]), overlap.count(outcome.verdict))
 
 
 def _files(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
@@ -217,7 +254,7 @@ def _files(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]
             yield f"{name} {'was added' if name not in before else 'is gone' if name not in after else 'has changed'}"
 
 
-def _outputs(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[OutputChange]:
+def _outputs(old: Mapping[str, Any], new: Mapping[str, Any], same_noise: bool) -> Iterator[OutputChange]:
     """Outputs of both sides, those that use up most of their tolerance first."""
     sides = [{(o.name, o.only): o for o in Comparison.from_dict(each["comparison"]).outputs} for each in (old, new)]
     found = []
@@ -231,7 +268,7 @@ def _outputs(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[OutputC
             used_after=now.used if now else None,
             bound_before=was.tolerance.text if was else None,
             bound_after=now.tolerance.text if now else None,
-            loosened=bool(was and now and regression.loosened(was.tolerance, now.tolerance)),
+            loosened=bool(was and now and regression.loosened(was.tolerance, now.tolerance, same_noise=same_noise)),
         )
         found.append(change)
     yield from sorted(found, key=lambda o: -max(o.used_after or 0.0, o.used_before or 0.0))
@@ -262,7 +299,8 @@ def against_baseline(
     `asked`: the steps that were asked for, None for all: a step that agreed in the baseline and is not among the
     outcomes is then added as a drift. What was not run here stays "not run" (it is never a pass), with a note that it
     agreed there. `record`: the manifest of the outcomes, to tell when the checkpoint is another one. Each verdict gets
-    "baseline" ({path, compared, reason}) and "regressions".
+    "baseline" ({path, compared, reason}, and "cases" where the probes are others: over how many the numbers were held)
+    and "regressions".
 
     Raises UsageError for a baseline of another task or one that cannot be read, DriftError when there were measurements
     and none of them could be held against any of the baseline's: nothing was compared.
@@ -294,13 +332,18 @@ def _held(outcome: Outcome, baseline: Manifest, name: str, record: Manifest | No
                 outcome, status="drift", reason=f"it agreed in {name}, and is skipped here: {outcome.reason}"
             )
         return _note(outcome, f"it agreed in {name}") if agreed else outcome
-    held = {"path": name.removeprefix("the baseline "), "compared": before is not None, "reason": ""}
+    held: dict[str, Any] = {"path": name.removeprefix("the baseline "), "compared": before is not None, "reason": ""}
     if before is None:
         why = "it holds no such step" if kept is None else f"it holds no measurement ({kept.outcome.status})"
         verdict = {**outcome.verdict, "baseline": {**held, "reason": why}, "regressions": []}
         return _note(replace(outcome, verdict=verdict), f"not compared with {name}: {why}")
-    found = regression.regressions(before, outcome.verdict, name)
     new = outcome.verdict
+    same = record is None or record.source_sha256 == baseline.source_sha256
+    found = regression.regressions(before, new, name, same_source=same)
+    asked = overlap.probes(before, new)
+    if asked.shared is not None:
+        held["cases"] = len(asked.shared)
+        outcome = _note(outcome, _over(asked, overlap.uncounted(before, new), name))
     outcome = replace(outcome, verdict={**new, "baseline": held, "regressions": [each.to_dict() for each in found]})
     for line in _circumstances(before, new, baseline, record) if found else ():
         outcome = _note(outcome, line)
@@ -311,6 +354,16 @@ def _held(outcome: Outcome, baseline: Manifest, name: str, record: Manifest | No
         return outcome
     more = f"; and {len(found) - SAID} more" if len(found) > SAID else ""
     return replace(outcome, status="drift", reason="; ".join(each.text for each in found[:SAID]) + more)
+
+
+def _over(asked: overlap.Probes, uncounted: Sequence[str], name: str) -> str:
+    told = f"held against {name} {asked.words} ({asked.before} there, {asked.after} here)"
+    if not uncounted:
+        return told
+    return (
+        f"{told}; the changed decisions of {', '.join(uncounted)} cannot be counted over them, and the largest "
+        "difference of each case was compared instead"
+    )
 
 
 def _note(outcome: Outcome, line: str) -> Outcome:

@@ -296,7 +296,14 @@ def locate(
             print(line)
 
 
-def diff(old: Old, new: Old, json: Json = False) -> None:
+def diff(
+    old: Old,
+    new: Old,
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="Exit 1 where task, checkpoint, probes or any step differs.")
+    ] = False,
+    json: Json = False,
+) -> None:
     """What differs between two manifests: verdicts, measures, bounds, files, versions, machine. Nothing is run."""
     from nlpconvert import comparing, report_diff
 
@@ -305,6 +312,8 @@ def diff(old: Old, new: Old, json: Json = False) -> None:
         import json as format_json
 
         print(format_json.dumps(found.to_dict(), indent=2))
-        return
-    for line in report_diff.lines(found):
-        print(line)
+    else:
+        for line in report_diff.lines(found):
+            print(line)
+    if exit_code and found.differs:
+        raise typer.Exit(1)

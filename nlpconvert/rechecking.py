@@ -21,7 +21,7 @@ from nlpconvert.judging import Bounds, Probes
 from nlpconvert.manifest import Manifest
 from nlpconvert.models import OutputRow
 from nlpconvert.validators.baseline import Baseline
-from nlpconvert.validators.findings import CaseDrift, Comparison, OutputDiff
+from nlpconvert.validators.findings import CaseDrift, Comparison, OutputDiff, plain
 from nlpconvert.validators.scored import blocks, scored_by
 from nlpconvert.validators.tally import WIDE_CHANGE, gross
 from nlpconvert.validators.tolerance import Tolerance
@@ -80,7 +80,11 @@ def recheck(record: Manifest, step: str, out: Path, given: Sequence[Tolerance] |
         outcome,
         status="agrees" if agrees else "drift",
         reason=kept.reason if otherwise else "",
-        verdict={**kept.verdict, "comparison": after.to_dict(), "recheck": _told(record, outcome, bounds)},
+        verdict={
+            **kept.verdict,
+            "comparison": after.to_dict(),
+            "recheck": {**_told(record, outcome, bounds), "unnumbered": _unnumbered(before, after)},
+        },
         notes=(*outcome.notes, _sentence(record, outcome, bounds)),
     )
 
@@ -185,6 +189,16 @@ def _cases(diff: OutputDiff, bound: Tolerance) -> dict[str, CaseDrift]:
             used = spent / allowed if allowed > 0 else math.inf if spent > 0 else 0.0
             found[name] = replace(case, used=used)
     return found
+
+
+def _unnumbered(before: Comparison, after: Comparison) -> dict[str, dict[str, object]]:
+    """By output, the cases that were compared and have no number by the new bound, so that none counts as lost."""
+    found = {
+        old.name: {name: replace(case, used=math.nan) for name, case in old.cases.items() if name not in new.cases}
+        for old, new in zip(before.outputs, after.outputs, strict=True)
+        if not old.only
+    }
+    return {name: dict(plain(cases)) for name, cases in found.items() if cases}
 
 
 def _constant(row: OutputRow, diff: OutputDiff, bound: Tolerance, probes: Probes) -> str:

@@ -35,10 +35,14 @@ def _surroundings(difference: Difference) -> Iterator[str]:
         what = "another task and checkpoint" if task.before != task.after else "another checkpoint"
         pair = f"{task.before} {_hash(checkpoint.before)} -> {task.after} {_hash(checkpoint.after)}"
         yield f"source    {what}: {pair}"
-    if probes.before == probes.after:
-        yield f"probes    the same, {_cases(probes)}"
+    other = [step for step in difference.steps if step.other_probes]
+    if probes.before != probes.after:
+        text = f"probes    others: {_cases(probes, old=True)} -> {_cases(probes)}"
+        yield f"{text}; the numbers cannot be compared" if any(step.shared is None for step in other) else text
+    elif other:
+        yield f"probes    the same, {_cases(probes)}, but measured with others: {', '.join(s.step for s in other)}"
     else:
-        yield f"probes    others: {_cases(probes, old=True)} -> {_cases(probes)}; the numbers cannot be compared"
+        yield f"probes    the same, {_cases(probes)}"
     yield f"versions  {_changes(difference.versions)}"
     yield f"host      {_changes(difference.host)}"
 
@@ -171,6 +175,15 @@ def aloud(difference: Difference) -> Iterator[str]:
             yield f"{step.step}: it agreed, and is {now} now{f': {step.reason}' if step.reason else ''}"
         if step.unreadable:
             yield f"{step.step}: {step.unreadable}"
+        if step.other_probes:
+            pair = f"{_cases(step.probes, old=True)} in the old one, {_cases(step.probes)} in the new one"
+            yield f"{step.step}: measured with other probes, {pair}: {_held(step.shared)}"
         for each in step.worse:
-            if each.kind != "probes":  # said above, once for all
+            if each.kind != "probes" or not step.other_probes:  # said above
                 yield f"{step.step}: {each.text}"
+
+
+def _held(shared: int | None) -> str:
+    if shared is None:
+        return "the numbers cannot be compared"
+    return f"compared over the {f'{shared} cases' if shared > 1 else 'one case'} that both have"

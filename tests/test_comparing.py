@@ -330,3 +330,88 @@ def test_an_artifact_that_got_worse_inside_its_tolerance(features_out: Path, tmp
     (fresh,) = pipeline.verify(out)
     found = held(fresh, baseline)
     assert found.status == "drift" and found.reason == "" and found.notes[-1].startswith("it agreed in the baseline")
+
+
+# -- other probes, of which both have some -----------------------------------------------------------------------------
+
+HASHES = {"alone": "a" * 16}
+MORE = {**HASHES, "text-1": "b" * 16, "text-2": "c" * 16}
+
+
+def widened(measured: float = 0.9949, alone: float = 0.51) -> OutputDiff:
+    """The same output where two cases more were asked, one of which is the worst."""
+    cases = {
+        "alone": CaseDrift(0.1, alone, 384),
+        "text-1": CaseDrift(0.3, 0.8, 384),
+        "text-2": CaseDrift(0.1, 0.2, 384),
+    }
+    return replace(output(measured=measured), cases=cases, elements=3 * 384, vectors=3)
+
+
+def test_a_baseline_whose_cases_are_all_there_is_compared_over_them() -> None:
+    baseline = record(outcome("onnx-int8", output(), case_sha256=HASHES))
+    asked = {"probe_sha256": "8" * 64, "case_sha256": MORE}
+    found = held(outcome("onnx-int8", widened(0.992), **asked), baseline)
+    assert (found.status, found.notes) == (
+        "agrees", ("held against the baseline main/nlpconvert.json over the one shared case (1 there, 3 here)",)
+    )  # fmt: skip
+    assert found.verdict is not None and found.verdict["baseline"] == {
+        "path": MAIN, "compared": True, "reason": "", "cases": 1
+    }  # fmt: skip
+    found = held(outcome("onnx-int8", widened(0.991, alone=0.9), **asked), baseline)
+    assert found.status == "drift" and found.reason == (
+        "sentence_embedding: cosine 0.99490 -> 0.99100 (1.8 times the loss, worst in case alone, over the one shared "
+        "case), inside the tolerance cosine>=0.99 but worse than the baseline main/nlpconvert.json"
+    )
+
+
+def test_a_difference_tells_what_each_step_was_measured_with(tmp_path: Path) -> None:
+    """The goldens were widened on both sides; one side's step is from before."""
+    golden = Golden({}, ({"name": "alone"}, {"name": "text-1"}, {"name": "text-2"}), "8" * 64)
+    before = record(
+        outcome("onnx-int8", output(), case_sha256=HASHES), outcome("onnx", output(), case_sha256=HASHES), golden=golden
+    )
+    after = record(
+        outcome("onnx-int8", widened(0.992), probe_sha256="8" * 64, case_sha256=MORE, cases=3),
+        outcome("onnx", output(), probe_sha256="9" * 64, cases=2),
+        golden=golden,
+    )
+    found = diff(written(tmp_path / "old", before), written(tmp_path / "new", after))
+    lines = list(report_diff.lines(found))
+    assert "probes    the same, 3 cases, but measured with others: onnx, onnx-int8" in lines
+    assert lines[-2:] == [
+        "onnx: measured with other probes, 1 case in the old one, 2 cases in the new one: the numbers cannot be "
+        "compared",
+        "onnx-int8: measured with other probes, 1 case in the old one, 3 cases in the new one: compared over the one "
+        "case that both have",
+    ]
+    assert {step.step: step.shared for step in found.steps} == {"onnx": None, "onnx-int8": 1}
+    assert json.loads(json.dumps(found.to_dict()))["steps"][0]["probes"]["after"].endswith("(2 cases)")
+    again = diff(tmp_path / "new", written(tmp_path / "other", record(*_outcomes(after))))
+    assert "probes    others: 3 cases -> 1 case" in list(report_diff.lines(again))
+    assert all(step.same for step in again.steps) and again.differs
+
+
+def _outcomes(made: Manifest) -> list[Outcome]:
+    return [kept.outcome for kept in made.steps.values()]
+
+
+def test_whether_anything_differs(tmp_path: Path) -> None:
+    """Machine, versions and when are no difference by themselves; files, numbers, steps and what was asked are."""
+    old = written(tmp_path / "old", BEFORE)
+    elsewhere = replace(
+        BEFORE, host={"cpu": "Xeon"}, versions={"onnxruntime": "2"}, created="2027-01-01T00:00:00+00:00"
+    )
+    steps = _outcomes(BEFORE)
+    others = {
+        "bytes": record(replace(steps[0], artifact=artifact("onnx", "9")), *steps[1:]),
+        "gone": record(*steps[1:]),
+        "worse": record(outcome("onnx", output("rel<=5e-05", 1.1e-6)), *steps[1:]),
+        "checkpoint": record(*steps, source={"sha256": "6" * 64, "task": "sentence-embedding"}),
+        "probes": record(*steps, golden=Golden({}, ({"name": "alone"},), "8" * 64)),
+        "stale": record(*steps, stale=("onnx",)),
+    }
+    assert not diff(old, old).differs
+    assert not diff(old, written(tmp_path / "elsewhere", elsewhere)).differs
+    for name, other in others.items():
+        assert diff(old, written(tmp_path / name, other)).differs, name

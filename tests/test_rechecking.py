@@ -13,6 +13,7 @@ import pytest
 
 from nlpconvert import manifest, pipeline, report
 from nlpconvert.artifact import Outcome
+from nlpconvert.comparing import against_baseline
 from nlpconvert.errors import DriftError, UsageError
 from nlpconvert.judging import Bounds
 from nlpconvert.plan import Options
@@ -210,3 +211,20 @@ def test_what_failed_for_another_reason_still_does(features_out: Path, tmp_path:
     assert outputs(found)["last_hidden_state"].problems == (
         "its values are 100% off (relative L2), which cosine does not see: a factor, or another scale?",
     )
+
+
+def test_against_a_baseline_no_case_counts_as_lost(classifier_out: Path) -> None:
+    """What a case uses up of the other bound was not kept; it was compared all the same."""
+    record = manifest.read(classifier_out)
+    found = again(classifier_out, "changed<=1%")
+    assert found.verdict is not None
+    kept = found.verdict["recheck"]["unnumbered"]["logits"]
+    assert len(kept) == found.verdict["cases"] and {each["used"] for each in kept.values()} == {"nan"}
+    assert json.loads(json.dumps(found.verdict["recheck"], allow_nan=False))
+    (held,) = against_baseline([found], record, classifier_out, record=record, asked=["onnx"])
+    assert held.verdict is not None
+    assert [each["kind"] for each in held.verdict["regressions"]] == ["tolerance"]
+    assert "no longer compared" not in held.reason
+    same = again(classifier_out, "changed<=0.5%")
+    (held,) = against_baseline([same], record.with_step(found), classifier_out, record=record, asked=["onnx"])
+    assert held.status == "agrees"

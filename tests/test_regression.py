@@ -354,3 +354,43 @@ def test_a_verdict_that_cannot_be_read_is_told() -> None:
     for broken in ({}, {"comparison": {}}, {"comparison": None}, {**verdict(diff()), "comparison": {"outputs": [{}]}}):
         with pytest.raises(UsageError, match=r"main/nlpconvert\.json: its verdict cannot be read"):
             regressions(broken, verdict(diff()), NAME)
+
+
+# -- a noise that was measured larger ----------------------------------------------------------------------------------
+
+
+def test_a_larger_noise_now_excuses_nothing() -> None:
+    """Slack comes from the baseline's noise alone; where that was not measured it is NOISE."""
+    old, new = diff("rel<=1e-3", 1e-6, noise=3e-7), diff("rel<=1e-3", 4e-6, noise=1e-4)
+    assert kinds(old, new) == ["loss"]
+    assert kinds(diff("rel<=1e-3", 1e-6), diff("rel<=1e-3", 4e-5, noise=1e-4)) == ["loss"]
+    assert not kinds(replace(old, noise=1e-4), new)
+
+
+def test_the_same_multiple_of_a_larger_noise_is_a_loosened_bound() -> None:
+    old = diff(bound("rel<=1e-5", 10), 1e-6, noise=1e-6)
+    (text,) = texts(old, diff(bound("rel<=4e-5", 10), 1e-6, noise=4e-6))
+    assert text == (
+        f"sentence_embedding: the tolerance was loosened, noise<=10 (rel<=1e-05) in {NAME} and noise<=10 (rel<=4e-05) "
+        "now"
+    )
+    # By less than the factor it is scatter; of another model the noise is another.
+    assert not texts(old, diff(bound("rel<=1.4e-5", 10), 1e-6, noise=1.4e-6))
+    new = verdict(diff(bound("rel<=4e-5", 10), 1e-6, noise=4e-6))
+    assert not regressions(verdict(old), new, NAME, same_source=False)
+    assert loosened(bound("rel<=1e-5", 20), bound("rel<=4e-5", 10), same_noise=True)
+    assert not loosened(bound("rel<=1e-5", 20), bound("rel<=4e-5", 10))
+
+
+def test_a_case_without_a_number_by_the_new_bound_was_compared() -> None:
+    """As judged anew by another measure: `recheck` names them."""
+    old = verdict(diff("rel<=1e-3", 1e-4))
+    new = diff("cosine>=0.9", 0.99, would_pass_at={"rel": 1e-4, "cosine": 0.99}, cases={})
+    kept = {name: {"worst_abs": 0.1, "used": "nan", "scored": 384} for name in ("alone", "left-padded")}
+    bare = regressions(old, verdict(new), NAME)
+    assert [each.kind for each in bare] == ["cases", "tolerance"]
+    told = regressions(old, verdict(new, recheck={"unnumbered": {"sentence_embedding": kept}}), NAME)
+    assert [each.kind for each in told] == ["tolerance"]
+    del kept["alone"]
+    told = regressions(old, verdict(new, recheck={"unnumbered": {"sentence_embedding": kept}}), NAME)
+    assert [each.kind for each in told] == ["cases", "tolerance"] and told[0].text.startswith("case alone is no longer")

@@ -13,6 +13,9 @@ from nlpconvert.validators.measures import cosines, divergences, share, tops
 from nlpconvert.validators.scored import Floats
 from nlpconvert.validators.tolerance import Tolerance
 
+DIFFERS = 1e-3
+"""Answers differ from text to text where they do by more than this share of the scale."""
+
 
 class Baseline:
     """What an artifact that always gives the reference's first answer would score: a verdict must tell it apart."""
@@ -23,6 +26,7 @@ class Baseline:
         self.first: Floats | None = None
         self.count = 0
         self.largest = 0.0
+        self.apart = 0.0  # the largest difference of an answer from the first
         self.worst = math.nan  # of abs, rel or cosine
         self.total = 0.0  # of kl or changed
         self.told_apart = False
@@ -38,6 +42,7 @@ class Baseline:
             return
         measure = self.tolerance.measure
         constant = np.broadcast_to(self.first, reference.shape)
+        self.apart = max(self.apart, float(np.abs(reference - constant).max()))
         if measure == "cosine":
             self._worst(float(cosines(reference, constant).min()))
         elif measure == "abs":
@@ -67,7 +72,11 @@ class Baseline:
         if not self.tolerance.holds(score):
             return ""
         shown = f"{measure} {1 - score:.1e} below 1" if measure == "cosine" else f"{measure} {score:.1e}"
-        return (
-            "the reference hardly depends on its input: an artifact that always gave the first answer would pass "
-            f"({shown}, over {self.count:,} answers)"
+        # Answers that differ and all decide the same do not depend on the input in what is judged.
+        differs = self.apart > DIFFERS * self.scale and (measure != "changed" or score > 0)
+        why = (
+            "this bound is wider than the answers differ from text to text"
+            if differs
+            else "the reference hardly depends on its input"
         )
+        return f"{why}: an artifact that always gave the first answer would pass ({shown}, over {self.count:,} answers)"
