@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 
 import conversion
+import gate
+import locate
 import measure
 import memory
 import quantization
@@ -31,6 +33,8 @@ BENCHMARKS: dict[str, ModuleType] = {
     "verify": verification,
     "quantize": quantization,
     "memory": memory,
+    "locate": locate,
+    "gate": gate,
 }
 README = measure.HERE / "README.md"
 
@@ -42,8 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, help="checkpoint directory of convert and verify (all-MiniLM-L6-v2)")
     parser.add_argument("--repeats", type=int, help="how often each side is run, instead of each benchmark's own")
     parser.add_argument("--threads", type=int, help="threads of both sides; without it their own choice")
-    parser.add_argument("--parameters", type=float, default=1.4e9, help="of the memory benchmark's model (1.4e9)")
-    parser.add_argument("--scratch", type=Path, help="where models are written and removed (12 GB free for memory)")
+    parser.add_argument("--parameters", type=float, default=1.4e9, help="of the model of memory and locate (1.4e9)")
+    parser.add_argument(
+        "--scratch", type=Path, help="where models are written and removed (12 GB free for memory, 18 for locate)"
+    )
     parser.add_argument("--no-write", action="store_true", help="leave benchmarks/README.md as it is")
     given = parser.parse_args(arguments)
     unknown = [name for name in given.name if name not in BENCHMARKS]

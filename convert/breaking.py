@@ -37,6 +37,13 @@ def break_file(path: Path, name: str, directory: Path, asked: Asked) -> Broken:
     return Broken(done.what, done.module, broken)
 
 
+def holds_tables(path: Path) -> bool:
+    """Whether every table that ids are looked up in stands in the ONNX file itself, none in a data file."""
+    graph = Graph(path)
+    tables = [graph.tensors[node.input[0]] for node in graph.lookups]
+    return all(table.data_location != onnx.TensorProto.EXTERNAL for table in tables)
+
+
 # ---- the breaks -----------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,19 +24,32 @@ if TYPE_CHECKING:
 
     from nlpconvert.backends.pytorch_taps import Call, Passed, Point
     from nlpconvert.backends.torchscript_taps import Operation
+    from nlpconvert.convert.matching import Pair
+    from nlpconvert.convert.tapping import Graph
 
 
 @dataclass(frozen=True)
 class Named:
-    """A tensor of the artifact and the module that made it."""
+    """A tensor of the artifact and the module that made it; `biasless` where fusing left its product alone, and the
+    bias is added elsewhere."""
 
     module: str
     tensor: str
+    biasless: bool = False
 
 
-def tapped(work: Work, candidate: Artifact, names: Artifact | None) -> tuple[list[Named], list[str]]:
-    """Runs an ONNX file; its tensors are kept under ("candidate", name, case). Returns them, and the modules that it
-    has no tensor for.
+@dataclass(frozen=True)
+class Tapped:
+    """An ONNX file's tensors, and the modules that it has none for. Of a derived file also itself, the exported one and
+    the tensors that they share, for what the two files tell."""
+
+    tensors: tuple[Named, ...] = ()
+    unmatched: tuple[str, ...] = ()
+    files: tuple[Graph, Graph, Sequence[Pair]] | None = None
+
+
+def tapped(work: Work, candidate: Artifact, names: Artifact | None) -> Tapped:
+    """Runs an ONNX file; its tensors are kept under ("candidate", name, case).
 
     `names`: the exported file that the candidate was derived from: what was fused or rewritten since still goes by the
     names that it had there.
@@ -45,18 +58,34 @@ def tapped(work: Work, candidate: Artifact, names: Artifact | None) -> tuple[lis
 
     graph = tapping.read(candidate.path)
     unmatched: list[str] = []
+    files = None
     if names is None:
         found = [Named(tap.module, tap.name) for tap in graph.taps if tap.module or graph.scoped]
         unmatched = [tap.name for tap in graph.taps if not tap.module and not graph.scoped]
     else:
-        # A tensor that stands for a module's output (its product before the bias) is no module's output in PyTorch.
         exported = tapping.read(names.path)
         leaving = {tap.name for tap in exported.taps}
         pairs, unmatched = matching.match(exported, graph)
-        unmatched += [pair.module for pair in pairs if pair.reference not in leaving]
-        found = [Named(pair.module, pair.candidate) for pair in pairs if pair.reference in leaving]
+        files = graph, exported, pairs
+        found = []
+        for pair in pairs:
+            if pair.reference in leaving:
+                found.append(Named(pair.module, pair.candidate))
+            elif _lacks_its_bias(exported, pair):
+                found.append(Named(pair.module, pair.candidate, biasless=True))
+            else:  # what stands for a module's output is no output of it in PyTorch
+                unmatched.append(pair.module)
     work.own(graph, [each.tensor for each in found], "candidate", candidate.precision)
-    return found, unmatched
+    return Tapped(tuple(found), tuple(unmatched), files)
+
+
+def _lacks_its_bias(exported: Graph, pair: Pair) -> bool:
+    """Whether a tensor that stands for a module's output is that output but for one constant that is added to it."""
+    taps = [tap.name for tap in exported.taps if tap.module == pair.module]
+    if len(taps) != 1:
+        return False
+    nodes, weights = exported.parts(taps[0], [pair.reference])
+    return [node.op_type for node in nodes] == ["Add"] and list(weights) == [f"{pair.module}.bias"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +126,7 @@ class Held:
         self._paths = {path for path, _ in module.named_modules()}
         self._tops = [path for path in self._paths if path and "." not in path]
         self._tensors = [self._unwrapped(each) for each in tensors]
+        self._biasless = {each.tensor for each in tensors if each.biasless}
         self._trace = trace
         self._outputs: dict[str, str] = {}
         self._tallies: dict[str, Tally] = {}
@@ -122,21 +152,22 @@ class Held:
             self._order.setdefault(named.tensor, number)
 
         def theirs(tally: Tally) -> np.ndarray:
-            return work.store.get(("candidate", tally.tensor, case.name))
+            array = work.store.get(("candidate", tally.tensor, case.name))
+            return array + self._bias(tally.module) if tally.tensor in self._biasless else array
 
         def watch(point: Point, array: np.ndarray) -> None:
             if point.number in matched:
                 tally = self._tallies[matched[point.number].tensor]
                 tally.add(tally.arrives, case, array, theirs(tally))
 
-        def replace(point: Point, array: np.ndarray) -> np.ndarray | None:
+        def put(point: Point, array: np.ndarray) -> np.ndarray | None:
             if point.number not in matched:
                 return None
             tally = self._tallies[matched[point.number].tensor]
             tally.add(tally.introduced, case, array, theirs(tally))
             return theirs(tally) if tally.fits else None
 
-        for visit in (watch, replace):
+        for visit in (watch, put):
             pytorch_taps.run(self._module, case.inputs, visit)
             work.progress.advance()
 
@@ -156,6 +187,10 @@ class Held:
         named = dict.fromkeys([*(each.module for each in self._tensors if each.module), *self._met])
         return [name for name in named if name not in matched]
 
+    def _bias(self, module: str) -> np.ndarray:
+        array: np.ndarray = self._module.get_parameter(f"{module}.bias").detach().float().cpu().numpy()
+        return array
+
     def _unwrapped(self, named: Named) -> Named:
         """A module that someone wrapped before an export (`wrapper.bert.encoder`), or took out of a whole model
         (`encoder` of `bert.encoder`), under its own path."""
@@ -166,7 +201,7 @@ class Held:
         inner = [".".join(parts[first:]) for first in range(1, len(parts))]
         outer = [f"{top}.{path}" for top in self._tops]
         found = next((each for each in (*inner, *outer) if each in self._paths), path)
-        return Named(found, named.tensor)
+        return replace(named, module=found)
 
     def _shape(self, tensor: str, case: Case) -> tuple[int, ...]:
         shape: tuple[int, ...] = self._work.store.get(("candidate", tensor, case.name)).shape

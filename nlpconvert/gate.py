@@ -210,8 +210,9 @@ def _check_reports(out: Path | None, **targets: Path | None) -> None:
         place = target.absolute()
         if str(target) in ("-", ".") or place.is_dir():
             raise UsageError(f"--{name} {target}: give the name of a file")
-        if not place.parent.is_dir():
-            raise UsageError(f"--{name} {target}: there is no directory {place.parent}")
+        above = next(parent for parent in place.parents if parent.exists())
+        if not above.is_dir():
+            raise UsageError(f"--{name} {target}: {above} is not a directory")
         if place in seen:
             raise UsageError(f"--{name} and --{seen[place]} would both write {target}")
         seen[place] = name

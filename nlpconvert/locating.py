@@ -187,31 +187,30 @@ def with_model(
     with tempfile.TemporaryDirectory(prefix="nlpconvert-locate-") as scratch:
         work = Work(options, progress, Path(scratch), list(cases))
         progress.start("locate", 4 * len(work.cases))
-        tensors: list[against_model.Named] = []
-        unmatched: list[str] = []
-        trace = against_model.Trace()
+        tapped, trace = against_model.Tapped(), against_model.Trace()
         if candidate.format == "torchscript":
             trace = against_model.traced(work, candidate)
         else:
-            tensors, unmatched = against_model.tapped(work, candidate, names)
+            tapped = against_model.tapped(work, candidate, names)
         work.answered(candidate.step)
         memory.give_back()
-        held = against_model.Held(work, load(), tensors, trace)
+        held = against_model.Held(work, load(), tapped.tensors, trace)
         for case in list(work.cases):
             held.ask(case)
     work.answered(PYTORCH)
     tallies = held.tallies()
     if not tallies:
         raise CannotRunHere(f"no inner tensor of {candidate.step} can be matched to a module of the model")
-    return located.located(
+    result = located.located(
         candidate.step,
         PYTORCH,
         [case.name for case in work.cases],
         [tally.moved() for tally in tallies],
         held.at_outputs(),
-        dict.fromkeys([*unmatched, *held.unmatched()]),
+        dict.fromkeys([*tapped.unmatched, *held.unmatched()]),
         work.notes,
     )
+    return result if tapped.files is None else _explained(result, *tapped.files)
 
 
 def choose(cases: Sequence[Case], verdict: Mapping[str, Any] | None) -> list[Case]:

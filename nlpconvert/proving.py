@@ -43,8 +43,7 @@ the last bits of float32 (which is good for 6e-8 in each of many sums)."""
 KEPT_BYTES = 256 << 20
 """Answers of the unbroken artifact that are kept, so that what only changes answers need not run it again."""
 
-SMALLEST = 1e-7
-LARGEST = 1.0
+SMALLEST, LARGEST = 1e-7, 1.0
 FACTOR = 1.5
 MOST_JUDGINGS = 8
 SHOWN = 3
@@ -169,17 +168,13 @@ class Bench:
 
     def judged(self, session: Session, artifact: Artifact, parent: Session | None = None) -> Any:
         """What `verify` makes of a session."""
-        probes = self._probes_for(artifact)
+        probes = self.probes
+        if artifact.path != self.artifact.path and artifact.format == "onnx":
+            from nlpconvert.convert import breaking
+
+            if not breaking.holds_tables(artifact.path):  # they are unchanged, in the original's data file
+                probes = replace(probes, vocabulary=None)
         return self._judge(session, artifact, self.facts.outputs, probes, self.given, Silent(), parent)
-
-    def _probes_for(self, artifact: Artifact) -> Probes:
-        """The probes; without the checkpoint's table of embeddings where the broken file's own is not in it, but in the
-        unbroken one's data file, unchanged."""
-        if self.probes.vocabulary is None or artifact.path == self.artifact.path or artifact.format != "onnx":
-            return self.probes
-        from nlpconvert.convert import breaking
-
-        return self.probes if breaking.holds_tables(artifact.path) else replace(self.probes, vocabulary=None)
 
     def proof(self, progress: Progress) -> Proof:
         """All breaks, one after the other."""

@@ -528,7 +528,7 @@ def test_quiet_says_nothing_when_all_is_well(classifier_out: Path, capfd: pytest
     assert run("verify", classifier_out, "--step", "onnx", "--quiet", "--tolerance", "abs<=1e-12") == 1
     said = capfd.readouterr()
     assert said.out.startswith("onnx disagrees with pytorch: 1 of 1 outputs out of tolerance")
-    assert f"Again: nlpconvert verify {classifier_out} --step onnx --case " in said.out
+    assert f"Again: nlpconvert verify {classifier_out} --tolerance 'abs<=1e-12' --step onnx --case " in said.out
     assert said.err == ""
 
 
@@ -658,7 +658,7 @@ def test_names_that_the_terminal_cannot_write(classifier_out: Path, tmp_path: Pa
     ) as process:
         said, errors = process.communicate(timeout=120)
     assert process.returncode == 1, errors
-    assert "zw\\xf6lf \\xe4pfel' --step onnx" in said, "and quoted for the shell"
+    assert "zw\\xf6lf \\xe4pfel' --tolerance" in said, "and quoted for the shell"
 
 
 def test_an_output_that_is_full(classifier_out: Path) -> None:

@@ -227,7 +227,7 @@ def test_an_invalid_graph_is_refused(tmp_path: Path) -> None:
     graph = onnx.helper.make_graph([node], "g", [value], [])
     onnx.save(onnx.helper.make_model(graph), str(tmp_path / "model.onnx"))
     with pytest.raises(ConversionError, match="invalid graph: No Op registered for NoSuchOperator"):
-        converter._check(tmp_path / "model.onnx")
+        converter.check(tmp_path / "model.onnx")
 
 
 def test_companions_and_the_same_ids(sentences: Artifact, minilm: Path) -> None:

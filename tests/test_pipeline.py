@@ -201,7 +201,8 @@ def test_the_manifest_says_everything(classifier: Path, classifier_out: Path) ->
     data = json.loads((classifier_out / manifest.FILE).read_text())
     assert data["source"]["task"] == "text-classification"
     assert data["source"]["files"]["model.safetensors"] == disk.sha256_file(classifier / "model.safetensors")
-    assert set(data["golden"]["files"]) == {"golden.json", "inputs.safetensors", "outputs.safetensors"}
+    files = {"golden.json", "inputs.safetensors", "outputs.safetensors", "tables.safetensors"}
+    assert set(data["golden"]["files"]) == files
     assert len(data["golden"]["cases"]) == 24
     assert {"torch", "transformers", "onnx", "onnxruntime", "nlpconvert"} <= set(data["versions"])
     assert data["host"]["cpu_flags"] and data["host"]["python"]
