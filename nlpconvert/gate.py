@@ -212,7 +212,7 @@ def _check_reports(out: Path | None, **targets: Path | None) -> None:
             raise UsageError(f"--{name} {target}: give the name of a file")
         above = next(parent for parent in place.parents if parent.exists())
         if not above.is_dir():
-            raise UsageError(f"--{name} {target}: {above} is not a directory")
+            raise UsageError(f"--{name}: cannot write {target}: {above} is not a directory")
         if place in seen:
             raise UsageError(f"--{name} and --{seen[place]} would both write {target}")
         seen[place] = name

@@ -135,8 +135,11 @@ def test_o31_padding_changes_no_row(quantized: Outs) -> None:
     for step in ("onnx-qdq", "onnx-int8"):
         verdict = outcomes[step].verdict
         assert verdict is not None and not verdict["rows"]["problems"]
-        (found,) = verdict["rows"]["outputs"]
-        assert found["pairs"] > 5 and found["cosine"] > 0.9999, found
+        # A decoder's positions come from the mask: padding at either side is nobody's business, here or in PyTorch.
+        found = {each["kind"]: each for each in verdict["rows"]["outputs"]}
+        assert {"company", "identical", "permuted", "padding", "padding-left", "repeat"} <= set(found)
+        assert sum(each["pairs"] for each in found.values()) > 5
+        assert all(each["cosine"] > 0.9999 and not each["own"] for each in found.values()), found
 
 
 def test_o32_ranges_are_those_of_all_texts(model_of: Callable[[str], Model]) -> None:
