@@ -311,7 +311,13 @@ def _vocabulary(artifact: Artifact, probes: Probes) -> tuple[dict[str, Any], lis
         return {"asked": len(asked), "of": None, "tables": 0}, []
     found: list[tuple[str, np.ndarray]] = []
     if artifact.format == "onnx":
-        found = vocabulary.tables(artifact.path, len(expected))
+        try:
+            found = vocabulary.tables(artifact.path, len(expected))
+        except (ValueError, OSError, KeyError) as error:
+            return (
+                {"asked": len(asked), "of": len(expected), "tables": 0},
+                [f"its embedding table cannot be read: {first_line(error)}"],
+            )
     problems = vocabulary.problems(found, expected, artifact.precision)
     return {"asked": len(asked), "of": len(expected), "tables": len(found)}, problems
 

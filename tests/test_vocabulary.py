@@ -133,3 +133,28 @@ def test_config_and_tokenizer_in_out_are_the_sources(classifier_out: Path, tmp_p
         rehash(out, "onnx")
         (outcome,) = pipeline.verify(out, steps=["onnx"])
         assert outcome.status == "drift" and outcome.reason.startswith(f"onnx/{name} is not the checkpoint's {name}")
+
+
+def test_a_data_file_may_have_several_names_and_may_not_lead_out(tmp_path: Path) -> None:
+    """Caches and snapshots hold hard links, which onnx's own reader refuses."""
+    import os
+
+    from nlpconvert.errors import UsageError
+
+    model = onnx.load(str(file(tmp_path, TABLE)))
+    path = tmp_path / "big.onnx"
+    onnx.save(model, str(path), save_as_external_data=True, location="big.data", size_threshold=0)
+    os.link(tmp_path / "big.data", tmp_path / "another name")
+    assert found(path) == [] and len(vocabulary.tables(path, 50)) == 1
+    (tmp_path / "big.data").write_bytes(b"cut")
+    with pytest.raises(ValueError, match="reshape"):
+        vocabulary.tables(path, 50)
+    bad = onnx.load(str(path), load_external_data=False)
+    for tensor in bad.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = "../big.data"
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "bad.onnx").write_bytes(bad.SerializeToString())
+    with pytest.raises(UsageError, match="is not a path inside"):
+        vocabulary.tables(tmp_path / "sub" / "bad.onnx", 50)
