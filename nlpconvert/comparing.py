@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,15 +28,11 @@ def read(path: Path | str) -> Manifest:
     path = Path(path)
     if path.is_dir():
         return manifest.read(path)
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"{path} is not there; give a directory that nlpconvert has made, or its manifest") from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not JSON ({error}); give a directory that nlpconvert has made") from error
-    return manifest.from_json(data, str(path))
+    return manifest.read_file(
+        path,
+        missing=f"{path} is not there; give a directory that nlpconvert has made, or its manifest",
+        advice="give a directory that nlpconvert has made",
+    )
 
 
 # ---- two manifests --------------------------------------------------------------------------------------------------

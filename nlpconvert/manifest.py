@@ -406,15 +406,24 @@ def broken_chain(manifest: Manifest, step: str) -> str:
 
 def read(out: Path) -> Manifest:
     """The manifest of `out`. UsageError: there is none, it is not JSON, of another schema, or a field is wrong."""
-    path = disk.inside(out, FILE)
+    return read_file(
+        disk.inside(out, FILE),
+        missing=f"{out} holds no {FILE}; give a directory that `nlpconvert run` has made",
+        advice="restore it, or run again into a new directory",
+    )
+
+
+def read_file(path: Path, *, missing: str, advice: str) -> Manifest:
+    """A manifest by its own path. UsageError as `read` has it: `missing` where there is no file, `advice` where it is
+    not JSON."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(f"{out} holds no {FILE}; give a directory that `nlpconvert run` has made") from None
+        raise UsageError(missing) from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not JSON ({error}); restore it, or run again into a new directory") from error
+        raise UsageError(f"{path} is not JSON ({error}); {advice}") from error
     return from_json(data, str(path))
 
 

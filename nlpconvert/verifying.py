@@ -306,6 +306,3 @@ def _with_scores(outcome: Outcome, scores: Scores | None) -> Outcome:
     tripped = [each.text for each in scores.fail_if if each.failed]
     reason = f"--fail-if: {'; '.join(tripped)}" if tripped else scores.reason
     return replace(scored, status="drift", reason=outcome.reason or reason)
-
-
-__all__ = ["Artifact", "Settings", "Wishes", "located", "verify"]
