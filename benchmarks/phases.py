@@ -48,7 +48,7 @@ PHASES: tuple[tuple[str, str, str], ...] = (
     ("let go of the graph", "nlpconvert.convert.onnx", "_forget_last_graph"),
     ("free the model", "nlpconvert.line", "Line._make_room"),
     ("hash", "nlpconvert.disk", "sha256_file"),
-    ("open the candidate", "nlpconvert.judging", "open_artifact"),
+    ("open the candidate", "nlpconvert.runtimes", "open_artifact"),
     ("judge", "nlpconvert.judging", "judge"),
     ("passes", "nlpconvert.backends.onnxruntime", "OnnxSession.run"),
 )

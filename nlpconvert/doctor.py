@@ -8,8 +8,8 @@ from typing import Any
 
 from nlpconvert import engines, host
 from nlpconvert.artifact import STEPS
-from nlpconvert.judging import RUNTIMES
 from nlpconvert.plan import cannot_make
+from nlpconvert.runtimes import RUNTIMES
 
 
 @dataclass(frozen=True)

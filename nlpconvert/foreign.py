@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nlpconvert import disk, judging, manifest, models, plan, renaming
+from nlpconvert import disk, judging, manifest, models, plan, renaming, runtimes
 from nlpconvert.artifact import FOREIGN, STEPS, Artifact, Outcome, TensorSpec
 from nlpconvert.errors import CannotRunHere, DriftError, MissingPackage, UsageError, first_line
 from nlpconvert.plan import Options
@@ -77,7 +77,7 @@ def verify(
     options, progress, file = options or Options(), progress or Silent(), Path(file)
     chosen = settings or Settings()
     for package in plan.NEEDS["torchscript"]:
-        if judging.lacks(package):
+        if runtimes.lacks(package):
             raise MissingPackage(f"--reference runs the model in PyTorch: pip install 'nlpconvert[cpu]' ({package})")
     theirs = look(file, precision)
     names = renaming.parse(mapping)
@@ -105,9 +105,10 @@ def look(file: Path, precision: str | None = None) -> Foreign:
     outputs: tuple[TensorSpec, ...] = ()
     if kind == "onnx":
         try:
-            inputs, outputs = structure.onnx_specs(file)
-            files += structure.onnx_data_files(file)
-            found = _precision(compute.count(file))
+            graph = structure.onnx_graph(file)
+            inputs, outputs = structure.onnx_specs(graph)
+            files += structure.onnx_data_files(graph)
+            found = _precision(compute.count(graph))
         except Exception as error:
             raise UsageError(f"{file} is no ONNX model: {str(error).splitlines()[0][:200]}") from error
         for name in files:

@@ -1,13 +1,11 @@
 """Floor 3: an artifact is opened, asked the goldens, and its answers are held against PyTorch's.
 
-Which runtime opens which format is the table here; what the numbers mean is `validators/`.
+Which runtime opens which format is `runtimes`; what the numbers mean is `validators/`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from nlpconvert import golden, host, inputs, manifest, models, profiles, reference
+from nlpconvert import golden, host, inputs, manifest, models, profiles, reference, runtimes
 from nlpconvert.artifact import Artifact, Outcome, TensorSpec
 from nlpconvert.backends import Session
-from nlpconvert.errors import CannotRunHere, DriftError, MissingPackage, OutOfProfile, UsageError, first_line
+from nlpconvert.errors import CannotRunHere, DriftError, OutOfProfile, UsageError, first_line
 from nlpconvert.golden import Answers
 from nlpconvert.inputs import Case, case_axes, case_tokens
 from nlpconvert.manifest import Manifest
@@ -29,26 +27,6 @@ from nlpconvert.progress import Progress
 from nlpconvert.settings import Settings
 from nlpconvert.validators import compute, parity, rows, structure, tolerance, vocabulary
 from nlpconvert.validators.tolerance import Tolerance
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """One row: how a format is run. `package` must be importable, `extra` is what brings it."""
-
-    format: str
-    module: str
-    package: str
-    extra: str
-
-
-RUNTIMES: dict[str, Runtime] = {
-    row.format: row
-    for row in (
-        Runtime("torchscript", "nlpconvert.backends.torchscript", "torch", "cpu"),
-        Runtime("onnx", "nlpconvert.backends.onnxruntime", "onnxruntime", "verify"),
-        Runtime("tensorrt", "nlpconvert.backends.tensorrt", "polygraphy", "trt-rtx"),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -138,45 +116,6 @@ def stored_probes(record: Manifest, out: Path, names: Sequence[str] | None = Non
     )
 
 
-def open_artifact(artifact: Artifact, options: Options) -> Session:
-    """A session on the artifact. CannotRunHere when the runtime is not installed or the machine cannot run it."""
-    runtime = RUNTIMES[artifact.format]
-    if lacks(runtime.package):
-        raise CannotRunHere(f"{runtime.package} is not installed: pip install 'nlpconvert[{runtime.extra}]'")
-    where = {"onnx": options.provider, "torchscript": options.device, "tensorrt": "cuda"}[artifact.format]
-    try:
-        backend = importlib.import_module(runtime.module)
-        session: Session = backend.open(_itself(artifact), device=where, threads=options.threads)
-    except MissingPackage as error:
-        raise CannotRunHere(str(error)) from error
-    except ImportError as error:
-        raise CannotRunHere(f"{runtime.package} cannot be imported here: {first_line(error)}") from error
-    if not artifact.made_by.get("foreign"):
-        return session
-    from nlpconvert.backends.renamed import RenamedSession
-
-    made = artifact.made_by
-    if not made.get("outputs"):
-        session.close()
-        raise CannotRunHere("what it reads and gives is not known yet: verify the file itself here, with --reference")
-    return RenamedSession(session, made["inputs"], made["outputs"], made["types"])
-
-
-def _itself(artifact: Artifact) -> Artifact:
-    """A foreign artifact with the names of its own inputs, which its backend asks for."""
-    if not artifact.made_by.get("foreign"):
-        return artifact
-    theirs = {ours: name for name, ours in artifact.made_by.get("inputs", {}).items()}
-    return replace(
-        artifact, inputs=tuple(replace(spec, name=theirs.get(spec.name, spec.name)) for spec in artifact.inputs)
-    )
-
-
-def lacks(package: str) -> bool:
-    """Whether a package cannot be imported here, by its name alone."""
-    return importlib.util.find_spec(package) is None
-
-
 def judged(
     outcome: Outcome,
     record: Manifest,
@@ -195,7 +134,7 @@ def judged(
     above: Session | None = None
     with contextlib.ExitStack() as sessions:
         try:
-            session = open_artifact(artifact, options)
+            session = runtimes.open_artifact(artifact, options)
         except CannotRunHere as error:
             return replace(outcome, status="not run", reason=str(error)), ()
         except DriftError as error:
@@ -203,7 +142,7 @@ def judged(
         sessions.callback(session.close)
         if parent is not None:
             try:
-                above = open_artifact(parent, options)
+                above = runtimes.open_artifact(parent, options)
                 sessions.callback(above.close)
             except (CannotRunHere, DriftError) as error:
                 note = f"not compared with {parent.step}, from which it was made: {error}"
@@ -239,13 +178,15 @@ def judge(
     several = [c for c in probes.cases if case_axes(c)["batch"] > 1 and c.name not in probes.not_applicable]
     twice = min(several, key=case_tokens).name if several else ""
     progress.start("verify", len(probes.cases))
+    asked = [case.inputs for case in probes.cases if case.name not in probes.not_applicable]
+    running = runtimes.ahead(session, asked)
     for case in probes.cases:
         progress.advance()
         if case.name in probes.not_applicable:
             compared.not_applicable(case.name, probes.not_applicable[case.name])
             continue
         try:
-            answers = session.run(case.inputs)
+            answers = next(running)()
         except OutOfProfile as error:
             compared.not_applicable(case.name, str(error))
             continue
@@ -267,11 +208,13 @@ def judge(
                 continue
             step_alone.add(case, reference.whole({name: before[name] for name in answers if name in before}), answers)
     comparison = compared.comparison()
-    problems = _structure(artifact, outputs)
-    products = compute.count(artifact.path) if artifact.format == "onnx" else None
+    # A trace declares no shapes; an engine is held against its sidecar when it is opened.
+    graph = structure.onnx_graph(artifact.path) if artifact.format == "onnx" else None
+    problems = [] if graph is None else _structure(artifact, outputs, graph)
+    products = None if graph is None else compute.count(graph)
     if products is not None:
         problems += compute.problems(products, artifact.precision)
-    looked_up, of_table = _vocabulary(artifact, probes)
+    looked_up, of_table = _vocabulary(artifact, probes, graph)
     problems += of_table
     invariances = companions.report()
     if artifact.precision == "float32":
@@ -299,7 +242,7 @@ def judge(
     return comparison.agrees and not problems, verdict, used
 
 
-def _vocabulary(artifact: Artifact, probes: Probes) -> tuple[dict[str, Any], list[str]]:
+def _vocabulary(artifact: Artifact, probes: Probes, graph: Any) -> tuple[dict[str, Any], list[str]]:
     """How many ids were asked, of how many, and in how many tables the others were looked at; what is wrong there."""
     asked: set[int] = set()
     for case in probes.cases:
@@ -310,9 +253,9 @@ def _vocabulary(artifact: Artifact, probes: Probes) -> tuple[dict[str, Any], lis
     if expected is None:
         return {"asked": len(asked), "of": None, "tables": 0}, []
     found: list[tuple[str, np.ndarray]] = []
-    if artifact.format == "onnx":
+    if graph is not None:
         try:
-            found = vocabulary.tables(artifact.path, len(expected))
+            found = vocabulary.tables(graph, artifact.directory, len(expected))
         except (ValueError, OSError, KeyError) as error:
             return (
                 {"asked": len(asked), "of": len(expected), "tables": 0},
@@ -322,14 +265,12 @@ def _vocabulary(artifact: Artifact, probes: Probes) -> tuple[dict[str, Any], lis
     return {"asked": len(asked), "of": len(expected), "tables": len(found)}, problems
 
 
-def _structure(artifact: Artifact, outputs: Sequence[OutputRow]) -> list[str]:
-    """What is wrong with the inputs and outputs that an ONNX file says it has, one sentence each.
+def _structure(artifact: Artifact, outputs: Sequence[OutputRow], graph: Any) -> list[str]:
+    """What is wrong with the inputs and outputs that an ONNX graph says it has, one sentence each.
 
     Axes that a task calls dynamic have to be, whatever was recorded when the file was made.
     """
-    if artifact.format != "onnx":
-        return []  # a trace declares no shapes; an engine is held against its sidecar when it is opened
-    found = structure.onnx_specs(artifact.path)
+    found = structure.onnx_specs(graph)
     if artifact.made_by.get("foreign"):
         found = _in_our_names(artifact, *found)
     inputs = [replace(spec, shape=models.input_axes(spec.name, artifact.task)) for spec in artifact.inputs]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nlpconvert import breaks, judging, manifest, models, plan
+from nlpconvert import breaks, judging, manifest, models, plan, runtimes
 from nlpconvert.artifact import Artifact
 from nlpconvert.backends import Batch, Session
 from nlpconvert.breaks import Asked, Break, Broken, NotApplicable
@@ -76,7 +76,7 @@ def prove(
     probes = judging.stored_probes(record, out)
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nlpconvert-proof-")))
-        session = judging.open_artifact(artifact, options)
+        session = runtimes.open_artifact(artifact, options)
         stack.callback(session.close)
         bench = Bench(
             artifact, record, probes, given or plan.check_words(options), options, judge or judging.judge, scratch
@@ -282,7 +282,7 @@ class Bench:
 
     def _open(self, artifact: Artifact, data: Path) -> Session:
         if artifact.format != "onnx":
-            return judging.open_artifact(artifact, self.options)
+            return runtimes.open_artifact(artifact, self.options)
         from nlpconvert.backends import onnxruntime
 
         precision, device, threads = artifact.precision, self.options.provider, self.options.threads

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 import nlpconvert
-from nlpconvert import golden, judging, labelled, manifest, marking, models, probes, tokens
+from nlpconvert import golden, labelled, manifest, marking, models, probes, runtimes, tokens
 from nlpconvert.artifact import Artifact
 from nlpconvert.errors import CannotRunHere, DriftError, NlpconvertError, UsageError, first_line
 from nlpconvert.labelled import Batch
@@ -159,7 +159,7 @@ def _score(work: _Work, step: str, reference: _Reference, notes: tuple[str, ...]
     try:
         artifact = work.kept.artifact(step)
         base = reference.answers(work) if reference.stands_beside(step) else None
-        with contextlib.closing(judging.open_artifact(artifact, work.options)) as session:
+        with contextlib.closing(runtimes.open_artifact(artifact, work.options)) as session:
             ours = work.answers(session.run, f"{step}: {work.metric.name}")
             empty = replace(empty, provider=session.provider, precision=session.precision)
     except CannotRunHere as error:
@@ -317,7 +317,7 @@ class _Reference:
             assert self._step is not None
             # On the CPU wherever the step runs: that is where it was held against PyTorch.
             options = replace(self._options, provider="cpu", device="cpu")
-            with contextlib.closing(judging.open_artifact(self._kept.artifact(self._step), options)) as session:
+            with contextlib.closing(runtimes.open_artifact(self._kept.artifact(self._step), options)) as session:
                 yield session.run
             return
         from nlpconvert import checkpoint, forward, source

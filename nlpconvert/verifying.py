@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nlpconvert import judging, manifest, models, plan
+from nlpconvert import judging, manifest, models, plan, runtimes
 from nlpconvert.artifact import STEPS, Artifact, Outcome
 from nlpconvert.errors import CannotRunHere, DriftError, NlpconvertError, UsageError
 from nlpconvert.judging import Bounds, Probes
@@ -164,7 +165,10 @@ def again(
     if kept.artifact is None:
         return Outcome(step, kept.status, kept.reason)
     outcome = replace(record.outcome(step, out), verdict=None, reason="", seconds=0.0)
-    changed = manifest.tampered(record, step, out)
+    with ThreadPoolExecutor(1) as beside:  # hashing leaves a core to the imports
+        hashing = beside.submit(manifest.tampered, record, step, out)
+        runtimes.load_runtime(kept.artifact)
+        changed = hashing.result()
     if changed:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         reason = f"{'; '.join(changed[:3])}{more} since it was verified; it was not opened"

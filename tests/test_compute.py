@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from nlpconvert.validators import compute
+from nlpconvert.validators import compute, structure
 
 
 def save(nodes: list[onnx.NodeProto], weights: dict[str, np.ndarray], path: Path) -> Path:
@@ -67,13 +67,15 @@ ROUND = [
 def test_the_arithmetic_is_told(
     nodes: list[onnx.NodeProto], weights: dict[str, np.ndarray], expected: str, tmp_path: Path
 ) -> None:
-    found = compute.count(save(nodes, weights, tmp_path / "m.onnx"))
+    found = compute.count(structure.onnx_graph(save(nodes, weights, tmp_path / "m.onnx")))
     assert dict(found.count) == {expected: 1}
     assert found.share == {expected: 1.0}
 
 
 def test_a_file_that_quantized_nothing_is_found(tmp_path: Path) -> None:
-    found = compute.count(save([product("x", "w")], {"w": np.ones((4, 8), np.float32)}, tmp_path / "m.onnx"))
+    found = compute.count(
+        structure.onnx_graph(save([product("x", "w")], {"w": np.ones((4, 8), np.float32)}, tmp_path / "m.onnx"))
+    )
     assert compute.problems(found, "float32") == []
     for precision in ("int8", "int4", "float16", "bfloat16"):
         assert compute.problems(found, precision) == [
@@ -83,4 +85,4 @@ def test_a_file_that_quantized_nothing_is_found(tmp_path: Path) -> None:
 
 def test_a_product_of_two_activations_does_not_count(tmp_path: Path) -> None:
     path = save([helper.make_node("Gemm", ["x", "x"], ["y"], transB=1)], {}, tmp_path / "m.onnx")
-    assert dict(compute.count(path).count) == {}
+    assert dict(compute.count(structure.onnx_graph(path)).count) == {}

@@ -278,6 +278,7 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/backends/trt_child.py", 2, _set("polygraphy tensorrt tensorrt_rtx")),
     Room("nlpconvert/reference.py", 3),
     Room("nlpconvert/judging.py", 3),
+    Room("nlpconvert/runtimes.py", 3),
     Room("nlpconvert/generation.py", 3),
     Room("nlpconvert/writing.py", 3),
     Room("nlpconvert/writing_why.py", 3),

@@ -190,7 +190,7 @@ def test_an_engine_without_a_gpu_is_not_run(classifier: Path, tmp_path: Path) ->
 
 
 def test_without_torch_the_extra_is_named(theirs: Path, classifier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nlpconvert.judging.lacks", lambda package: package == "torch")
+    monkeypatch.setattr("nlpconvert.runtimes.lacks", lambda package: package == "torch")
     with pytest.raises(MissingPackage, match=r"nlpconvert\[cpu\]"):
         judged(theirs / "same.onnx", classifier)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nlpconvert import judging, manifest, models, report
+from nlpconvert import judging, manifest, models, report, runtimes
 from nlpconvert.artifact import Artifact, Outcome
 from nlpconvert.errors import UsageError
 from nlpconvert.judging import Bounds, Probes
@@ -44,7 +44,7 @@ class Fixture:
     def __init__(self, out: Path) -> None:
         self.record: Manifest = manifest.read(out)
         self.artifact: Artifact = self.record.artifact("onnx", out)
-        self.session = judging.open_artifact(self.artifact, Options())
+        self.session = runtimes.open_artifact(self.artifact, Options())
         self.probes: Probes = judging.stored_probes(self.record, out)
         self.outputs = models.facts_from_data(self.record.facts).outputs
 

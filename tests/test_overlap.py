@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nlpconvert import judging, manifest, models
+from nlpconvert import judging, manifest, models, runtimes
 from nlpconvert.golden import Reference
 from nlpconvert.inputs import Case, cases_sha256
 from nlpconvert.models import OutputRow
@@ -156,7 +156,7 @@ def test_a_real_one_over_some_of_its_cases(classifier_out: Path) -> None:
     rows = models.facts_from_data(whole.facts).outputs
     for text in ("", "changed<=5%"):
         given = parse(text) if text else ()
-        session = judging.open_artifact(artifact, Options())
+        session = runtimes.open_artifact(artifact, Options())
         verdicts = [judging.judge(session, artifact, rows, each, given, Silent())[1] for each in (few, probes)]
         session.close()
         assert regressions(*verdicts) == ()

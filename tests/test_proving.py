@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from nlpconvert import breaks, disk, judging, manifest, pipeline, proving, report_proof
+from nlpconvert import breaks, disk, judging, manifest, pipeline, proving, report_proof, runtimes
 from nlpconvert.errors import DriftError, UsageError
 from nlpconvert.plan import Options
 from nlpconvert.progress import Silent
@@ -120,7 +120,7 @@ def test_the_smallest_nudge_is_where_the_whole_gate_turns(bert: Path, proofs: di
     record = manifest.read(bert)
     probes = judging.stored_probes(record, bert)
     artifact = record.artifact("onnx", bert)
-    session = judging.open_artifact(artifact, OPTIONS)
+    session = runtimes.open_artifact(artifact, OPTIONS)
     bench = proving.Bench(artifact, record, probes, (), OPTIONS, judging.judge, bert.parent)
     bench.begin(session)
     row = breaks.BREAKS[0]
@@ -193,7 +193,7 @@ def test_an_engine_is_broken_by_what_goes_in_and_comes_out(bert: Path, tmp_path:
     """ONNX Runtime stands in for an engine: the session breaks need no more than a session."""
     record = manifest.read(bert)
     artifact = record.artifact("onnx", bert)
-    session = judging.open_artifact(artifact, OPTIONS)
+    session = runtimes.open_artifact(artifact, OPTIONS)
     engine = replace(artifact, format="tensorrt")
     probes = judging.stored_probes(record, bert)
     bench = proving.Bench(engine, record, probes, (), OPTIONS, judging.judge, tmp_path)

@@ -161,9 +161,9 @@ def test_what_answers_nothing_drifts(mine: Made) -> None:
 def test_several_steps_share_one_reference(mine: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     made = derive(derive(mine, "onnx-optimized"), "onnx-int8", broken)
     opened: list[str] = []
-    real = scoring.judging.open_artifact
+    real = scoring.runtimes.open_artifact
     monkeypatch.setattr(
-        scoring.judging,
+        scoring.runtimes,
         "open_artifact",
         lambda artifact, options: opened.append(artifact.step) or real(artifact, options),
     )

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from nlpconvert import disk, golden, manifest, pipeline, report
 from nlpconvert.errors import DriftError
-from nlpconvert.validators import vocabulary
+from nlpconvert.validators import structure, vocabulary
 
 TABLE = np.random.default_rng(0).standard_normal((50, 16)).astype(np.float32)
 
@@ -43,19 +43,23 @@ def file(tmp_path: Path, table: np.ndarray, *, transposed: bool = False, cast: b
     return path
 
 
+def tables(path: Path, rows: int = 50) -> list[tuple[str, np.ndarray]]:
+    return vocabulary.tables(structure.onnx_graph(path), path.parent, rows)
+
+
 def found(path: Path, precision: str = "float32") -> list[str]:
-    return vocabulary.problems(vocabulary.tables(path, 50), vocabulary.fingerprint(TABLE), precision)
+    return vocabulary.problems(tables(path), vocabulary.fingerprint(TABLE), precision)
 
 
 def test_the_checkpoints_table_is_found_in_any_form(tmp_path: Path) -> None:
-    assert len(vocabulary.tables(file(tmp_path, TABLE), 50)) == 1 and found(tmp_path / "m.onnx") == []
+    assert len(tables(file(tmp_path, TABLE))) == 1 and found(tmp_path / "m.onnx") == []
     file(tmp_path, TABLE, transposed=True)
-    assert len(vocabulary.tables(tmp_path / "m.onnx", 50)) == 1 and found(tmp_path / "m.onnx") == []
+    assert len(tables(tmp_path / "m.onnx")) == 1 and found(tmp_path / "m.onnx") == []
     file(tmp_path, TABLE.astype(np.float16), cast=True)
-    assert len(vocabulary.tables(tmp_path / "m.onnx", 50)) == 1 and found(tmp_path / "m.onnx", "float16") == []
+    assert len(tables(tmp_path / "m.onnx")) == 1 and found(tmp_path / "m.onnx", "float16") == []
     file(tmp_path, TABLE * np.float32(4))  # the factor is the probes' to see
     assert found(tmp_path / "m.onnx") == []
-    assert vocabulary.tables(tmp_path / "m.onnx", 51) == []
+    assert tables(tmp_path / "m.onnx", 51) == []
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
@@ -145,10 +149,10 @@ def test_a_data_file_may_have_several_names_and_may_not_lead_out(tmp_path: Path)
     path = tmp_path / "big.onnx"
     onnx.save(model, str(path), save_as_external_data=True, location="big.data", size_threshold=0)
     os.link(tmp_path / "big.data", tmp_path / "another name")
-    assert found(path) == [] and len(vocabulary.tables(path, 50)) == 1
+    assert found(path) == [] and len(tables(path)) == 1
     (tmp_path / "big.data").write_bytes(b"cut")
-    with pytest.raises(ValueError, match="reshape"):
-        vocabulary.tables(path, 50)
+    with pytest.raises(ValueError, match="greater than file size"):
+        tables(path)
     bad = onnx.load(str(path), load_external_data=False)
     for tensor in bad.graph.initializer:
         for entry in tensor.external_data:
@@ -157,4 +161,4 @@ def test_a_data_file_may_have_several_names_and_may_not_lead_out(tmp_path: Path)
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "bad.onnx").write_bytes(bad.SerializeToString())
     with pytest.raises(UsageError, match="is not a path inside"):
-        vocabulary.tables(tmp_path / "sub" / "bad.onnx", 50)
+        tables(tmp_path / "sub" / "bad.onnx")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 # What a file of each precision has to hold at least one product of.
@@ -40,11 +39,8 @@ class Products:
         return {"count": dict(self.count), "share": {name: round(part, 6) for name, part in self.share.items()}}
 
 
-def count(path: Path) -> Products:
-    """The products of the ONNX file at `path`. Raises what `onnx.load` raises for a file that is none."""
-    import onnx
-
-    graph = onnx.load(str(path), load_external_data=False).graph
+def count(graph: Any) -> Products:
+    """The products of a GraphProto."""
     weights = {value.name: value for value in graph.initializer}
     makers = {name: node for node in graph.node for name in node.output}
     found: dict[str, int] = {}

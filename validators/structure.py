@@ -31,25 +31,27 @@ def check_specs(
     ]
 
 
-def onnx_specs(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Inputs and outputs as the graph in an ONNX file declares them; weights beside the file are not read.
+def onnx_graph(path: Path) -> Any:
+    """The GraphProto of an ONNX file, without the weights beside it. Raises what `onnx.load` raises."""
+    import onnx
+
+    return onnx.load(str(path), load_external_data=False).graph
+
+
+def onnx_specs(graph: Any) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Inputs and outputs as a GraphProto declares them.
 
     An axis without a name is "?", as is one whose shape the graph leaves open.
     """
-    import onnx
-
-    graph = onnx.load(str(path), load_external_data=False).graph
     weights = {tensor.name for tensor in graph.initializer}
     inputs = tuple(_declared(value) for value in graph.input if value.name not in weights)
     return inputs, tuple(_declared(value) for value in graph.output)
 
 
-def onnx_data_files(path: Path) -> tuple[str, ...]:
-    """Files beside an ONNX file that hold its weights, relative to its directory, each once."""
-    import onnx
+def onnx_data_files(graph: Any) -> tuple[str, ...]:
+    """Files that hold a GraphProto's weights, relative to the ONNX file's directory, each once."""
     from onnx.external_data_helper import uses_external_data
 
-    graph = onnx.load(str(path), load_external_data=False).graph
     places = (
         entry.value
         for tensor in graph.initializer

@@ -27,12 +27,9 @@ def fingerprint(table: np.ndarray) -> np.ndarray:
     return np.stack([np.sqrt(np.einsum("ij,ij->i", wide, wide)), wide @ signs], axis=1)
 
 
-def tables(path: Path, rows: int) -> list[tuple[str, np.ndarray]]:
-    """The constant tables of `rows` rows that an ONNX file looks ids up in, by name; read from its data file where they
-    lie there. Raises what `onnx.load` raises, ValueError for one cut off."""
-    import onnx
-
-    graph = onnx.load(str(path), load_external_data=False).graph
+def tables(graph: Any, directory: Path, rows: int) -> list[tuple[str, np.ndarray]]:
+    """The constant tables of `rows` rows that a GraphProto looks ids up in, by name; read from the data file in
+    `directory` where they lie there. Raises OSError for one that is not there, ValueError for one cut off."""
     weights = {tensor.name: tensor for tensor in graph.initializer}
     moved = {n.output[0]: n.input[0] for n in graph.node if n.op_type in ("Identity", "Cast", "Transpose")}
     turned = {n.output[0] for n in graph.node if n.op_type == "Transpose"}
@@ -48,7 +45,7 @@ def tables(path: Path, rows: int) -> list[tuple[str, np.ndarray]]:
                 continue
             if tensor.dims[1 if transposed else 0] != rows:
                 continue
-            array = _array(tensor, path.parent)
+            array = _array(tensor, directory)
             found[origin] = array.T if transposed else array
     return list(found.items())
 
@@ -62,12 +59,13 @@ def _array(tensor: Any, directory: Path) -> np.ndarray:
         return np.asarray(onnx.numpy_helper.to_array(tensor))
     said = {entry.key: entry.value for entry in tensor.external_data}
     shape = tuple(tensor.dims)
-    return np.fromfile(
+    return np.memmap(
         disk.inside(directory, said["location"]),
         dtype=onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type),
-        count=int(np.prod(shape)),
+        mode="r",
         offset=int(said.get("offset", 0)),
-    ).reshape(shape)
+        shape=shape,
+    )
 
 
 def problems(found: list[tuple[str, np.ndarray]], expected: np.ndarray, precision: str) -> list[str]:

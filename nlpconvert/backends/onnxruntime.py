@@ -17,10 +17,15 @@ PROVIDERS: dict[str, str] = {
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
 }
+_SMALL = 512 << 20
+"""Bytes of a model directory up to which memory is kept between runs."""
 
 
 class OnnxSession:
     """One open InferenceSession. Takes the inputs the graph names, and no others."""
+
+    concurrent = True
+    """May be asked by another thread meanwhile."""
 
     def __init__(self, session: onnxruntime.InferenceSession, precision: str) -> None:
         self._session = session
@@ -70,8 +75,8 @@ def open_file(
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     if not serving:
-        # An arena grows to the largest case and stays; verification runs each case once.
-        options.enable_cpu_mem_arena = False
+        # An arena grows to the largest case and stays: on a large model that is memory, on a small one it is time.
+        options.enable_cpu_mem_arena = _bytes(path if data is None else data / path.name) <= _SMALL
         # Threads that spin while they wait take the cores from whatever else runs: twice the time on a busy CI machine.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if threads is not None:
@@ -96,6 +101,12 @@ def open_file(
     if session.get_providers()[0] != provider:
         raise CannotRunHere(f"asked for {provider}, ONNX Runtime fell back to {session.get_providers()[0]}")
     return OnnxSession(session, _arithmetic(precision, device))
+
+
+def _bytes(path: Path) -> int:
+    """Of an ONNX file and all that lies beside it."""
+    own = path.stat().st_size if path.is_file() else 0
+    return own + sum(beside.stat().st_size for beside in path.parent.iterdir() if beside.is_file() and beside != path)
 
 
 def _arithmetic(precision: str, device: str) -> str:
