@@ -155,6 +155,17 @@ def cache_keyword(module: torch.nn.Module) -> str:
     raise ConversionError(f"{type(module).__name__} takes no cache of keys and values, so it cannot write step by step")
 
 
+def keeps_none(module: torch.nn.Module, facts: Facts) -> str:
+    """Why the model writes without a cache of keys and values, in one sentence; "" where it keeps one."""
+    try:
+        with torch.no_grad():
+            part = "self_attention_cache" if "decoder_input_ids" in facts.inputs else ""
+            measured(module, short_call(facts), part)
+    except ConversionError as error:
+        return str(error)
+    return ""
+
+
 def short_call(facts: Facts) -> Tensors:
     """The shortest input that fills a cache: (1, 2) plain ids."""
     names = ["input_ids"] + ["decoder_input_ids"] * ("decoder_input_ids" in facts.inputs)

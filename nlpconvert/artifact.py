@@ -99,6 +99,18 @@ class Artifact:
         return self.path.parent
 
     @property
+    def encoder(self) -> Path | None:
+        """The encoder's own file, of an artifact of two; None of one that is whole in its main file."""
+        own = self.made_by.get("encoder")
+        name = own.get("file") if isinstance(own, Mapping) else None
+        return self.directory / name if isinstance(name, str) and name in self.files else None
+
+    @property
+    def graphs(self) -> tuple[Path, ...]:
+        """The main file, and the encoder's where there is one."""
+        return (self.path,) if self.encoder is None else (self.path, self.encoder)
+
+    @property
     def sha256(self) -> str:
         """Hash of the main file."""
         return self.files[self.path.name]

@@ -51,6 +51,22 @@ def is_past(tensor: str) -> bool:
     return tensor.startswith(f"{PAST}.")
 
 
+def is_present(tensor: str) -> bool:
+    """Whether an output is a part of the cache."""
+    return tensor.startswith(f"{PRESENT}.")
+
+
+def keeps(inputs: Iterable[TensorSpec]) -> bool:
+    """Whether what takes these inputs keeps a cache."""
+    return any(is_past(spec.name) for spec in inputs)
+
+
+def axes(past: str, shape: Sequence[int | str]) -> tuple[int | str, ...]:
+    """The shape that an input of the cache has to have: batch and length dynamic, whatever was recorded."""
+    length = "sequence" if ".encoder." in past else PAST_DECODER_AXIS if ".decoder." in past else PAST_AXIS
+    return ("batch", shape[1], length, *shape[3:])
+
+
 def present_of(past: str) -> str:
     """The output that is this input at the next call."""
     return PRESENT + past.removeprefix(PAST)

@@ -38,6 +38,10 @@ LONG_ROWS = 4
 at late positions are others than at early ones, and what was never seen is clipped."""
 LONGEST = 512
 
+WRITTEN_ROWS = 96
+"""Texts that a model that writes goes on from, WRITTEN_NEW tokens each: a share of 1 % that changed is seen in them."""
+WRITTEN_NEW = 16
+
 
 def is_shipped(case: Case) -> bool:
     """Whether a case holds shipped texts (and is no standard probe)."""
@@ -92,20 +96,37 @@ def _long_cases(facts: Facts, encode: Encode, texts: Sequence[Mapping[str, Any]]
 
 def data_cases(options: Options, facts: Facts, encode: Encode | None, part: str | None) -> list[Case]:
     """The user's texts as cases: one part of them, or all for None. UsageError for what is wrong with the file."""
+    rows = _rows(options, facts, part)
+    if part in (None, "judge"):
+        return inputs.data_cases(facts, encode, rows)
+    return _cases(facts, encode, rows, "data", PART_TOKENS[str(part)])
+
+
+def _rows(options: Options, facts: Facts, part: str | None) -> Sequence[Mapping[str, Any]]:
     assert options.data is not None
     renamed = dataset.parse_columns(options.columns) if options.columns else None
-    rows: Sequence[Mapping[str, Any]] = dataset.read(options.data, facts.task, columns=renamed)
+    rows = dataset.read(options.data, facts.task, columns=renamed)
     if part is None:
-        return inputs.data_cases(facts, encode, rows)
+        return rows
     try:
-        rows = dataset.split(rows)[part]
+        return dataset.split(rows)[part]
     except UsageError as error:
         raise UsageError(f"{options.data}: {error}") from error
-    return (
-        inputs.data_cases(facts, encode, rows)
-        if part == "judge"
-        else _cases(facts, encode, rows, "data", PART_TOKENS[part])
-    )
+
+
+def written_texts(options: Options, facts: Facts, lower: bool) -> list[tuple[str, str]]:
+    """Texts that a model goes on from, each with its target ("" where the task has none): WRITTEN_ROWS at most, the
+    user's where there are some, else, for what is below float32, those that are shipped."""
+    if options.data is not None:
+        rows = _rows(options, facts, "judge" if lower else None)
+    elif lower:
+        texts = _shipped()["judge"]
+        rows = [_as_task(facts.task, n, texts) for n in range(len(texts))]
+    else:
+        return []
+    step = max(len(rows) // WRITTEN_ROWS, 1)
+    chosen = sorted(rows[::step][:WRITTEN_ROWS], key=lambda row: len(str(row["text"])))
+    return [(str(row["text"]), str(row.get("target", ""))) for row in chosen]
 
 
 def cases(options: Options, facts: Facts, encode: Encode | None, part: str) -> list[Case]:

@@ -108,7 +108,7 @@ def look(file: Path, precision: str | None = None) -> Foreign:
             graph = structure.onnx_graph(file)
             inputs, outputs = structure.onnx_specs(graph)
             files += structure.onnx_data_files(graph)
-            found = _precision(compute.count(graph))
+            found = _precision(compute.count([graph]))
         except Exception as error:
             raise UsageError(f"{file} is no ONNX model: {str(error).splitlines()[0][:200]}") from error
         for name in files:

@@ -13,15 +13,27 @@ from typing import Any
 
 import numpy as np
 
-from nlpconvert import golden, host, inputs, manifest, models, profiles, reference, runtimes
+from nlpconvert import (
+    cache_names,
+    golden,
+    host,
+    inputs,
+    manifest,
+    models,
+    passages_files,
+    profiles,
+    reference,
+    runtimes,
+)
 from nlpconvert.artifact import Artifact, Outcome, TensorSpec
 from nlpconvert.backends import Session
 from nlpconvert.errors import CannotRunHere, DriftError, OutOfProfile, UsageError, first_line
 from nlpconvert.golden import Answers
 from nlpconvert.inputs import Case, case_axes, case_tokens
 from nlpconvert.manifest import Manifest
-from nlpconvert.models import OutputRow
+from nlpconvert.models import Facts, OutputRow
 from nlpconvert.noise import floors
+from nlpconvert.passages import Asked
 from nlpconvert.plan import Options
 from nlpconvert.progress import Progress
 from nlpconvert.settings import Settings
@@ -41,6 +53,8 @@ class Probes:
     """The reference's noise floor by output, in the unit of `rel`; empty where it was not measured."""
     vocabulary: np.ndarray | None = None
     """Fingerprint of the reference's embedding table, (ids, 2); None where it was not kept."""
+    written: Asked | None = None
+    """Passages and the reference's answers, of a model that writes."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +127,7 @@ def stored_probes(record: Manifest, out: Path, names: Sequence[str] | None = Non
         record.golden.probe_sha256,
         floors(record.golden.noise),
         golden.vocabulary(out / manifest.GOLDEN),
+        passages_files.read(out / manifest.GOLDEN) if passages_files.there(out / manifest.GOLDEN) else None,
     )
 
 
@@ -147,8 +162,13 @@ def judged(
             except (CannotRunHere, DriftError) as error:
                 note = f"not compared with {parent.step}, from which it was made: {error}"
                 outcome = replace(outcome, notes=(*outcome.notes, note))
-        outputs = models.facts_from_data(record.facts).outputs
-        agrees, verdict, used = judge(session, artifact, outputs, probes, given, progress, above)
+        facts = models.facts_from_data(record.facts)
+        agrees, verdict, used = judge(session, artifact, facts.outputs, probes, given, progress, above)
+        if probes.written is not None:
+            written = _written(session, artifact, facts, probes.written, given, progress)
+            if written is not None:
+                agrees = agrees and not written["problems"]
+                verdict |= {"structure": [*verdict["structure"], *written["problems"]], "written": written}
     return replace(outcome, status="agrees" if agrees else "drift", reason="", verdict=verdict), used
 
 
@@ -209,12 +229,12 @@ def judge(
             step_alone.add(case, reference.whole({name: before[name] for name in answers if name in before}), answers)
     comparison = compared.comparison()
     # A trace declares no shapes; an engine is held against its sidecar when it is opened.
-    graph = structure.onnx_graph(artifact.path) if artifact.format == "onnx" else None
-    problems = [] if graph is None else _structure(artifact, outputs, graph)
-    products = None if graph is None else compute.count(graph)
+    graphs = [structure.onnx_graph(path) for path in artifact.graphs] if artifact.format == "onnx" else []
+    problems = _structure(artifact, outputs, graphs) if graphs else []
+    products = compute.count(graphs) if graphs else None
     if products is not None:
         problems += compute.problems(products, artifact.precision)
-    looked_up, of_table = _vocabulary(artifact, probes, graph)
+    looked_up, of_table = _vocabulary(artifact, probes, graphs)
     problems += of_table
     invariances = companions.report()
     if artifact.precision == "float32":
@@ -242,7 +262,25 @@ def judge(
     return comparison.agrees and not problems, verdict, used
 
 
-def _vocabulary(artifact: Artifact, probes: Probes, graph: Any) -> tuple[dict[str, Any], list[str]]:
+def _written(
+    session: Session,
+    artifact: Artifact,
+    facts: Facts,
+    asked: Asked,
+    given: Sequence[Tolerance] | Bounds,
+    progress: Progress,
+) -> dict[str, Any] | None:
+    """The verdict on what an artifact writes with its cache; None of one that keeps none."""
+    writer = runtimes.writer(session, artifact, facts)
+    if writer is None:
+        return None
+    from nlpconvert import writing
+
+    bounds = given.given if isinstance(given, Bounds) else given
+    return writing.judge(writer, asked, artifact.precision, bounds, progress)[1]
+
+
+def _vocabulary(artifact: Artifact, probes: Probes, graphs: Sequence[Any]) -> tuple[dict[str, Any], list[str]]:
     """How many ids were asked, of how many, and in how many tables the others were looked at; what is wrong there."""
     asked: set[int] = set()
     for case in probes.cases:
@@ -252,31 +290,51 @@ def _vocabulary(artifact: Artifact, probes: Probes, graph: Any) -> tuple[dict[st
     expected = probes.vocabulary
     if expected is None:
         return {"asked": len(asked), "of": None, "tables": 0}, []
-    found: list[tuple[str, np.ndarray]] = []
-    if graph is not None:
+    tables, problems = 0, []
+    for graph in graphs:
         try:
             found = vocabulary.tables(graph, artifact.directory, len(expected))
         except (ValueError, OSError, KeyError) as error:
-            return (
-                {"asked": len(asked), "of": len(expected), "tables": 0},
-                [f"its embedding table cannot be read: {first_line(error)}"],
-            )
-    problems = vocabulary.problems(found, expected, artifact.precision)
-    return {"asked": len(asked), "of": len(expected), "tables": len(found)}, problems
+            problems.append(f"its embedding table cannot be read: {first_line(error)}")
+            continue
+        tables += len(found)
+        problems += vocabulary.problems(found, expected, artifact.precision)
+    return {"asked": len(asked), "of": len(expected), "tables": tables}, problems
 
 
-def _structure(artifact: Artifact, outputs: Sequence[OutputRow], graph: Any) -> list[str]:
+def _structure(artifact: Artifact, outputs: Sequence[OutputRow], graphs: Sequence[Any]) -> list[str]:
     """What is wrong with the inputs and outputs that an ONNX graph says it has, one sentence each.
 
     Axes that a task calls dynamic have to be, whatever was recorded when the file was made.
     """
-    found = structure.onnx_specs(graph)
+    found = structure.onnx_specs(graphs[0])
     if artifact.made_by.get("foreign"):
         found = _in_our_names(artifact, *found)
+    if cache_names.keeps(artifact.inputs):
+        return _structure_with_cache(artifact, graphs)
     inputs = [replace(spec, shape=models.input_axes(spec.name, artifact.task)) for spec in artifact.inputs]
     recorded = {spec.name: spec for spec in artifact.outputs}
     expected = [_expected(row, recorded.get(row.name)) for row in outputs]
     return structure.check_specs(inputs, expected, *found)
+
+
+def _structure_with_cache(artifact: Artifact, graphs: Sequence[Any]) -> list[str]:
+    """Every graph against what was recorded of it, every past against the axes that it has to have."""
+    inputs = [
+        replace(spec, shape=cache_names.axes(spec.name, spec.shape)) if cache_names.is_past(spec.name) else spec
+        for spec in artifact.inputs
+    ]
+    problems = structure.check_specs(inputs, artifact.outputs, *structure.onnx_specs(graphs[0]))
+    for graph in graphs[1:]:
+        inputs, outputs = (
+            [
+                TensorSpec(each["name"], each["dtype"], tuple(each["shape"]))
+                for each in artifact.made_by["encoder"][kind]
+            ]
+            for kind in ("inputs", "outputs")
+        )
+        problems += structure.check_specs(inputs, outputs, *structure.onnx_specs(graph))
+    return problems
 
 
 def _in_our_names(

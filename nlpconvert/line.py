@@ -11,12 +11,12 @@ import os
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nlpconvert
-from nlpconvert import disk, host, judging, making, manifest, memory, models, plan
+from nlpconvert import disk, goldens, host, judging, making, manifest, memory, models, plan
 from nlpconvert.artifact import Artifact, Made, Outcome, Step
 from nlpconvert.errors import MissingPackage, NlpconvertError, UsageError, first_line
 from nlpconvert.judging import Bounds, Probes
@@ -26,12 +26,8 @@ from nlpconvert.progress import Progress, captured
 from nlpconvert.settings import Settings
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from nlpconvert.inputs import Case, Encode
+    from nlpconvert.inputs import Encode
     from nlpconvert.models import Facts
-    from nlpconvert.noise import Noise
-    from nlpconvert.reference import Asked
     from nlpconvert.source import Loaded
     from nlpconvert.validators.tolerance import Tolerance
 
@@ -97,7 +93,7 @@ class Line:
 
     def _begun(self, record: Manifest | None, loaded: Loaded, lower: bool) -> tuple[Manifest, Probes]:
         """The manifest with goldens, machine and versions, written; `lower` where something below float32 is judged."""
-        record, probes = self._reference(record, loaded, lower)
+        record, probes = goldens.ask(record, loaded, lower, self.out, self.options, self.progress)
         record = replace(
             record, versions={"nlpconvert": nlpconvert.__version__, **host.versions()}, host=host.host_facts()
         )
@@ -170,79 +166,6 @@ class Line:
     def check_settings(self, facts: Facts, probes: Probes) -> None:
         """UsageError for a tolerance of an output or a case that there is not."""
         self.settings.check_names((row.name for row in facts.outputs), (case.name for case in probes.cases))
-
-    # -- the reference ------------------------------------------------------------------------------------------------
-
-    def _reference(self, record: Manifest | None, loaded: Loaded, lower: bool) -> tuple[Manifest, Probes]:
-        """The goldens: those that lie there where they fit, else asked of PyTorch now, before any exporter."""
-        from nlpconvert import calibration, forward, golden, inputs, noise, probes, reference
-
-        facts = loaded.facts
-        kept_well = record is not None and not manifest.tampered(record, manifest.GOLDEN, self.out)
-        before = golden.read(self.out / manifest.GOLDEN)[0] if kept_well else []
-        cases = probes.probe_cases(facts, loaded.encode)
-        lower_on_shipped = lower and (self.options.data is None or calibration.plain(facts.task))
-        if lower_on_shipped or any(calibration.is_shipped(case) for case in before):
-            # Below float32 a share of changed answers is judged, which a handful of texts cannot tell.
-            cases += calibration.shipped_cases(facts, loaded.encode, "judge")
-        if self.options.data is not None:
-            # What is fitted or chosen on one part of the data is judged on another.
-            cases += calibration.data_cases(self.options, facts, loaded.encode, "judge" if lower else None)
-        else:
-            # A step that is added later is judged by the same text as those that lie there.
-            cases += [case for case in before if case.from_data]
-        digest = inputs.cases_sha256(cases)
-        if record is not None and kept_well and record.golden.probe_sha256 == digest:
-            return record, judging.stored_probes(record, self.out)
-
-        with captured(Path(os.devnull)):
-            asked = reference.ask(
-                lambda batch: forward.call(loaded.module, batch),
-                cases,
-                facts.outputs,
-                self.options.golden_budget,
-                self.progress,
-            )
-            floor = self._noise(loaded, cases, asked)
-            vocabulary = self._vocabulary(loaded)
-        for note in asked.notes:
-            self.progress.line(note)
-        with disk.building(self.out, manifest.GOLDEN) as new:
-            golden.write(new, cases, asked.answers, vocabulary)
-            files = disk.hash_tree(new)
-            disk.replace_directory(new, self.out / manifest.GOLDEN)
-        kept = manifest.Golden(
-            files, tuple(golden.describe(cases, asked.answers)), digest, asked.not_applicable, floor.to_dict()
-        )
-        fresh = Manifest(loaded.description, asdict(facts), kept)
-        if record is not None:
-            fresh = replace(fresh, steps=record.steps, created=record.created)
-        floors = noise.floors(kept.noise)
-        return fresh, Probes(cases, asked.answers, asked.not_applicable, digest, floors, vocabulary)
-
-    def _vocabulary(self, loaded: Loaded) -> np.ndarray | None:
-        """The fingerprint of the embedding table, where ids are looked up in a plain one."""
-        from nlpconvert import forward
-        from nlpconvert.validators import vocabulary
-
-        table = forward.embedding(loaded.module)
-        return None if table is None else vocabulary.fingerprint(table)
-
-    def _noise(self, loaded: Loaded, cases: Sequence[Case], asked: Asked) -> Noise:
-        """The reference in float64, or layer by layer where twice its weights are more than --max-memory."""
-        from nlpconvert import calibration, exact, forward, noise
-
-        by_layer = 2 * loaded.parameter_bytes > self.options.max_memory
-        arithmetic = exact.float64_by_layer if by_layer else exact.float64
-        return noise.measure(
-            lambda batch: forward.call(loaded.module, batch),
-            [case for case in cases if not calibration.is_shipped(case)],
-            asked.answers,
-            loaded.facts.outputs,
-            loaded.parameter_bytes // 4,
-            noise.Arithmetics(lambda: arithmetic(loaded.module), exact.other_threads, by_layer),
-            self.progress,
-        )
 
     # -- the steps ----------------------------------------------------------------------------------------------------
 

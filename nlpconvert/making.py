@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nlpconvert.artifact import Artifact, Made, Step
 from nlpconvert.manifest import Manifest
@@ -64,20 +64,21 @@ def _torchscript(work: Work) -> Made:
 
 
 def _onnx(work: Work) -> Made:
-    from nlpconvert import probes
-    from nlpconvert.convert import onnx
+    from nlpconvert import probes, writer
+    from nlpconvert.convert import cached, cached_pair, onnx
 
     assert work.loaded is not None
     loaded = work.loaded
-    return onnx.convert(
-        loaded.module,
-        probes.export_example(loaded.facts, loaded.encode),
-        loaded.facts,
-        work.new,
-        companions=loaded.directory,
-        parameter_bytes=loaded.parameter_bytes,
-        opset=work.options.opset,
-    )
+    beside: dict[str, Any] = {
+        "companions": loaded.directory,
+        "parameter_bytes": loaded.parameter_bytes,
+        "opset": work.options.opset,
+    }
+    if work.probes.written is not None:
+        convert = cached_pair.convert if writer.encodes(loaded.facts) else cached.convert
+        return convert(loaded.module, loaded.facts, work.new, **beside)
+    example = probes.export_example(loaded.facts, loaded.encode)
+    return onnx.convert(loaded.module, example, loaded.facts, work.new, **beside)
 
 
 def _tensorrt(work: Work) -> Made:

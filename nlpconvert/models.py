@@ -123,6 +123,9 @@ TASKS: dict[str, Task] = {
     )
 }
 
+WRITING: tuple[str, ...] = ("text-generation", "text2text-generation")
+"""The tasks of models that write token by token."""
+
 # An encoder-decoder without a head: the decoder's states, and the encoder's.
 ENCODER_DECODER_FEATURES: tuple[OutputRow, ...] = (
     OutputRow("last_hidden_state", ("batch", "decoder_sequence", "hidden"), "embedding"),
@@ -237,6 +240,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture("phi", "mask"),
         Architecture("phi3", "mask"),
         Architecture("codegen", "mask"),
+        Architecture("gpt_bigcode", "mask"),
+        Architecture("starcoder2", "mask"),
+        Architecture("stablelm", "mask"),
+        Architecture("olmo2", "mask"),
+        Architecture("granite", "mask"),
+        Architecture("cohere", "mask"),
         Architecture("bloom", limit=""),
         Architecture("mpt", limit=""),
         Architecture("xlnet", limit="", token_types=2),

@@ -28,6 +28,8 @@ NEW = 24
 FORCED = 12
 STEPS = 64
 """Single steps of the passage that shows whether an error grows."""
+TEXT_TOKENS = 32
+"""Tokens of a text that are read, twice as many of a source: the rest of it says no more about the model."""
 
 
 @dataclass(frozen=True)
@@ -230,10 +232,15 @@ def standard(facts: Facts, encode: Encode | None, *, seed: int = 0) -> list[Pass
     return list(_pairs(kit)) if encodes(facts) else list(_prompts(kit))
 
 
+def from_data(passage: Passage) -> bool:
+    """Whether a passage was made by `from_texts`."""
+    return passage.name.startswith("data-")
+
+
 def from_texts(
     facts: Facts, encode: Encode, texts: Sequence[tuple[str, str]], *, new: int, batch: int = 8
 ) -> list[Passage]:
-    """The user's own (text, target) as passages "data-0001", ... of `batch` rows.
+    """Texts, each with its target, as passages "data-0001", ... of `batch` rows, cut at TEXT_TOKENS.
 
     All rows of a passage have as many tokens: the shortest text's, of which a decoder's prompt is the first half; the
     shortest target's.
@@ -245,12 +252,12 @@ def from_texts(
         name, about = f"data-{number:04d}", f"rows {at + 1} to {at + len(part)} of the data"
         if encodes(facts):
             targets = [kit.texts.target(target) for _, target in part]
-            size = min(len(target) for target in targets)
-            sources = [list(kit.texts.row(text).ids) for text, _ in part]
+            size = min(TEXT_TOKENS, *(len(target) for target in targets))
+            sources = [list(kit.texts.row(text, length=2 * TEXT_TOKENS).ids) for text, _ in part]
             made.append(kit.passage(name, about, sources, [target[:size] for target in targets], 1, new))
         else:
             rows = [kit.body(text) or (facts.pad_id,) for text, _ in part]
-            size = min(*(len(row) for row in rows), kit.cap) if len(rows) > 1 else min(len(rows[0]), kit.cap)
+            size = min(TEXT_TOKENS, kit.cap, *(len(row) for row in rows))
             made.append(kit.passage(name, about, [row[:size] for row in rows], [], max(size // 2, 1), new))
     return made
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nlpconvert import report_located, report_output, report_proof, report_scores, wording
+from nlpconvert import report_located, report_output, report_proof, report_scores, report_written, wording
 from nlpconvert.artifact import FOREIGN, Outcome
 from nlpconvert.inputs import KINDS
 from nlpconvert.proofs import Proof
@@ -66,6 +66,9 @@ def verdict_lines(
             yield from report_output.details(output)
         yield from report_output.detail("note", output.notes)
     if comparison.outputs:
+        yield ""
+    if verdict.get("written"):
+        yield from report_written.lines(verdict["written"], verbose=verbose or not agrees)
         yield ""
     yield from _surroundings(outcome, comparison, verdict)
     yield from _notes(outcome)
@@ -249,4 +252,6 @@ def _tried(outcome: Outcome) -> str:
     verdict = outcome.verdict or {}
     cases = wording.count(int(verdict.get("cases", 0)), "case")
     tokens = verdict.get("tokens")
-    return cases if tokens is None else f"{cases}, {wording.count(int(tokens), 'token')}"
+    tried = cases if tokens is None else f"{cases}, {wording.count(int(tokens), 'token')}"
+    texts = verdict.get("written", {}).get("texts", {}).get("rows", 0)
+    return f"{tried}, {wording.count(texts, 'text')} written" if texts else tried

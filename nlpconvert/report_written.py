@@ -15,14 +15,18 @@ SHOWN = 5
 """Free texts whose first difference is told."""
 
 
-def lines(step: str, verdict: Mapping[str, Any]) -> Iterator[str]:
-    """All that is told of a step's verdict; what is wrong comes first."""
-    for problem in verdict.get("problems", ()):
-        yield f"  {step}: {problem}"
+def lines(verdict: Mapping[str, Any], *, verbose: bool = True) -> Iterator[str]:
+    """What was measured while it wrote; what is wrong with it stands among the step's problems. Unless `verbose`, a
+    verdict without problems is two lines."""
     for why in verdict.get("why", ()):
-        yield f"    looks like       {why}"
-    for phase in verdict.get("phases", ()):
-        yield f"    {phase['name']:<24} {_phase(phase, verdict)}"
+        yield _detail("looks like", why)
+    phases = verdict.get("phases", ())
+    if verbose or verdict.get("problems"):
+        for phase in phases:
+            yield _detail(phase["name"], _phase(phase, verdict))
+    elif judged := [phase for phase in phases if not phase.get("not_judged")]:
+        worst = max(judged, key=lambda phase: float(phase["used"]))
+        yield _detail("with its cache", f"{worst['name']} {_phase(worst, verdict)}")
     texts = verdict.get("texts", {})
     if texts.get("rows"):
         yield _detail("written freely", _texts(texts))
@@ -32,22 +36,13 @@ def lines(step: str, verdict: Mapping[str, Any]) -> Iterator[str]:
         if more > 0:
             yield _detail("", f"and {more:,} more")
     perplexity = verdict.get("perplexity", {})
-    if perplexity.get("tokens"):
+    if perplexity.get("tokens") and (verbose or verdict.get("problems") or verdict["precision"] != "float32"):
         yield _detail("perplexity", _perplexity(perplexity, verdict.get("allowed", {}).get("perplexity")))
     curve = verdict.get("curve", {})
-    if curve.get("bins"):
+    if curve.get("bins") and (verbose or verdict.get("problems")):
         yield _detail("over the length", f"{curve['sentence']}   {_bins(curve['bins'])}")
     for name, why in verdict.get("not_applicable", {}).items():
         yield _detail("not applicable", f"{name}: {why}")
-
-
-def short(verdict: Mapping[str, Any]) -> str:
-    """An agreeing verdict in a few words."""
-    judged = [phase for phase in verdict.get("phases", ()) if not phase.get("not_judged")]
-    worst = max(judged, key=lambda phase: float(phase["used"]), default=None)
-    words = [] if worst is None else [f"{worst['name']} {wording.used(float(worst['used']))}"]
-    texts = verdict.get("texts", {})
-    return "; ".join([*words, *([_texts(texts)] if texts.get("rows") else [])])
 
 
 def difference(each: Mapping[str, Any]) -> str:
@@ -96,4 +91,4 @@ def _bins(bins: list[Mapping[str, Any]]) -> str:
 
 
 def _detail(label: str, value: str) -> str:
-    return f"    {label:<24} {value}"
+    return f"  {label:<24} {value}"

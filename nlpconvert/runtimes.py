@@ -15,7 +15,9 @@ import numpy as np
 from nlpconvert.artifact import Artifact
 from nlpconvert.backends import Batch, Session
 from nlpconvert.errors import CannotRunHere, MissingPackage, first_line
+from nlpconvert.models import Facts
 from nlpconvert.plan import Options
+from nlpconvert.writer import Writer
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,10 @@ RUNTIMES: dict[str, Runtime] = {
         Runtime("tensorrt", "nlpconvert.backends.tensorrt", "polygraphy", "trt-rtx"),
     )
 }
+
+
+WRITERS: dict[str, str] = {"onnx": "nlpconvert.backends.writing"}
+"""By format, what writes with a cache."""
 
 
 def open_artifact(artifact: Artifact, options: Options) -> Session:
@@ -70,6 +76,16 @@ def _itself(artifact: Artifact) -> Artifact:
     return replace(
         artifact, inputs=tuple(replace(spec, name=theirs.get(spec.name, spec.name)) for spec in artifact.inputs)
     )
+
+
+def writer(session: Session, artifact: Artifact, facts: Facts) -> Writer | None:
+    """A writer on an open session; None where it keeps no cache. DriftError for a cache that goes in and not out."""
+    backend = WRITERS.get(artifact.format)
+    if backend is None:
+        return None
+    module = importlib.import_module(backend)
+    found: Writer | None = module.writer(session, facts) if module.keeps(session) else None
+    return found
 
 
 def load_runtime(artifact: Artifact) -> None:

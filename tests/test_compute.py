@@ -67,14 +67,14 @@ ROUND = [
 def test_the_arithmetic_is_told(
     nodes: list[onnx.NodeProto], weights: dict[str, np.ndarray], expected: str, tmp_path: Path
 ) -> None:
-    found = compute.count(structure.onnx_graph(save(nodes, weights, tmp_path / "m.onnx")))
+    found = compute.count([structure.onnx_graph(save(nodes, weights, tmp_path / "m.onnx"))])
     assert dict(found.count) == {expected: 1}
     assert found.share == {expected: 1.0}
 
 
 def test_a_file_that_quantized_nothing_is_found(tmp_path: Path) -> None:
     found = compute.count(
-        structure.onnx_graph(save([product("x", "w")], {"w": np.ones((4, 8), np.float32)}, tmp_path / "m.onnx"))
+        [structure.onnx_graph(save([product("x", "w")], {"w": np.ones((4, 8), np.float32)}, tmp_path / "m.onnx"))]
     )
     assert compute.problems(found, "float32") == []
     for precision in ("int8", "int4", "float16", "bfloat16"):
@@ -85,4 +85,4 @@ def test_a_file_that_quantized_nothing_is_found(tmp_path: Path) -> None:
 
 def test_a_product_of_two_activations_does_not_count(tmp_path: Path) -> None:
     path = save([helper.make_node("Gemm", ["x", "x"], ["y"], transB=1)], {}, tmp_path / "m.onnx")
-    assert dict(compute.count(structure.onnx_graph(path)).count) == {}
+    assert dict(compute.count([structure.onnx_graph(path)]).count) == {}

@@ -279,6 +279,7 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/reference.py", 3),
     Room("nlpconvert/judging.py", 3),
     Room("nlpconvert/runtimes.py", 3),
+    Room("nlpconvert/goldens.py", 3),
     Room("nlpconvert/generation.py", 3),
     Room("nlpconvert/writing.py", 3),
     Room("nlpconvert/writing_why.py", 3),

@@ -7,7 +7,7 @@ its casts, answer perfectly: only counting finds them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,21 +39,19 @@ class Products:
         return {"count": dict(self.count), "share": {name: round(part, 6) for name, part in self.share.items()}}
 
 
-def count(graph: Any) -> Products:
-    """The products of a GraphProto."""
-    weights = {value.name: value for value in graph.initializer}
-    makers = {name: node for node in graph.node for name in node.output}
+def count(graphs: Sequence[Any]) -> Products:
+    """The products of an artifact's GraphProtos."""
     found: dict[str, int] = {}
     flops: dict[str, int] = {}
-    for node in graph.node:
-        if node.op_type not in _PRODUCTS:
-            continue
-        looked = _arithmetic(node, weights, makers)
-        if looked is None:
-            continue
-        name, work = looked
-        found[name] = found.get(name, 0) + 1
-        flops[name] = flops.get(name, 0) + work
+    for graph in graphs:
+        weights = {value.name: value for value in graph.initializer}
+        makers = {name: node for node in graph.node for name in node.output}
+        for node in graph.node:
+            looked = _arithmetic(node, weights, makers) if node.op_type in _PRODUCTS else None
+            if looked is not None:
+                name, work = looked
+                found[name] = found.get(name, 0) + 1
+                flops[name] = flops.get(name, 0) + work
     total = sum(flops.values())
     return Products(found, {name: work / total for name, work in flops.items()} if total else {})
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
 
+from nlpconvert import cache_names
 from nlpconvert.artifact import Artifact
 from nlpconvert.backends import Batch
 from nlpconvert.errors import CannotRunHere, DriftError
@@ -17,45 +19,100 @@ PROVIDERS: dict[str, str] = {
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
 }
+
+TYPES = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(double)": np.float64,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+}
+"""ONNX Runtime's words for element types."""
+
 _SMALL = 512 << 20
 """Bytes of a model directory up to which memory is kept between runs."""
 
 
 class OnnxSession:
-    """One open InferenceSession. Takes the inputs the graph names, and no others."""
+    """One open InferenceSession. Takes the inputs the graph names, and no others.
+
+    Of a graph that keeps a cache it asks the answers to whole texts: a past of no tokens goes in, and what comes out to
+    be kept is left out. Writing with the cache is `backends.writing`.
+    """
 
     concurrent = True
     """May be asked by another thread meanwhile."""
 
     def __init__(self, session: onnxruntime.InferenceSession, precision: str) -> None:
-        self._session = session
+        self.inner = session
         self._inputs = {value.name for value in session.get_inputs()}
-        self._outputs = [value.name for value in session.get_outputs()]
+        self._past = {value.name: value for value in session.get_inputs() if cache_names.is_past(value.name)}
+        self._outputs = [value.name for value in session.get_outputs() if not cache_names.is_present(value.name)]
         self.provider = session.get_providers()[0]
         self.precision = precision
 
     def run(self, batch: Batch) -> dict[str, np.ndarray]:
         """Arrays by input name to arrays by output name."""
-        feed = {name: array for name, array in batch.items() if name in self._inputs}
-        return dict(zip(self._outputs, self._session.run(self._outputs, feed), strict=True))
+        return dict(zip(self._outputs, self.inner.run(self._outputs, self._feed(batch)), strict=True))
 
     def tap(self, batch: Batch, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Outputs by name; inner tensors have to be outputs of the graph already."""
+        return dict(zip(names, self.inner.run(list(names), self._feed(batch)), strict=True))
+
+    def _feed(self, batch: Batch) -> dict[str, np.ndarray]:
         feed = {name: array for name, array in batch.items() if name in self._inputs}
-        return dict(zip(names, self._session.run(list(names), feed), strict=True))
+        for name, value in self._past.items():
+            if name not in feed:
+                feed[name] = no_past(value, len(batch["input_ids"]))
+        return feed
 
     def close(self) -> None:
         """Frees the session's memory."""
-        del self._session
+        del self.inner
 
 
-def open(artifact: Artifact, *, device: str = "cpu", threads: int | None = None) -> OnnxSession:
+class PairSession:
+    """An encoder's graph and a decoder's: a source and a target in, logits and the encoder's states out."""
+
+    concurrent = True
+
+    def __init__(self, decoder: OnnxSession, encoder: OnnxSession) -> None:
+        self.decoder, self.encoder = decoder, encoder
+        self.provider, self.precision = decoder.provider, decoder.precision
+        self._made = [value.name for value in encoder.inner.get_outputs()]
+
+    def run(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Arrays by input name to arrays by output name."""
+        made = self.encoder.tap(batch, self._made)
+        given = {
+            "input_ids": batch["decoder_input_ids"],
+            "encoder_attention_mask": batch["attention_mask"],
+            **{cache_names.past_of(name): array for name, array in made.items() if cache_names.is_present(name)},
+        }
+        return self.decoder.run(given) | {"encoder_last_hidden_state": made["last_hidden_state"]}
+
+    def close(self) -> None:
+        """Frees both sessions' memory."""
+        self.decoder.close()
+        self.encoder.close()
+
+
+def no_past(given: Any, rows: int) -> np.ndarray:
+    """What a graph's input of the cache is before the first token: (rows, heads, 0, dim)."""
+    shape = [size if isinstance(size, int) else rows if axis == 0 else 0 for axis, size in enumerate(given.shape)]
+    return np.zeros(shape, TYPES[given.type])
+
+
+def open(artifact: Artifact, *, device: str = "cpu", threads: int | None = None) -> OnnxSession | PairSession:
     """Opens an artifact on "cpu", "cuda" or "tensorrt".
 
     Raises CannotRunHere where the provider asked for did not start (ONNX Runtime itself falls back to the CPU without a
     word) or has no kernel for the graph, DriftError where the file is no ONNX model.
     """
-    return open_file(artifact.path, precision=artifact.precision, device=device, threads=threads)
+    decoder, *encoder = [
+        open_file(path, precision=artifact.precision, device=device, threads=threads) for path in artifact.graphs
+    ]
+    return PairSession(decoder, *encoder) if encoder else decoder
 
 
 def open_file(

@@ -15,21 +15,13 @@ import numpy as np
 import onnxruntime
 
 from nlpconvert.artifact import Artifact
-from nlpconvert.backends.onnxruntime import open_file
-from nlpconvert.cache_names import is_past, past_of
+from nlpconvert.backends.onnxruntime import TYPES, OnnxSession, PairSession, no_past, open_file
+from nlpconvert.cache_names import is_past, is_present, past_of
 from nlpconvert.errors import DriftError
 from nlpconvert.models import Facts
 from nlpconvert.writer import State, check_step, encodes, start
 
 ENCODER_FILE = "encoder_model.onnx"
-
-_TYPES = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(double)": np.float64,
-    "tensor(int64)": np.int64,
-    "tensor(int32)": np.int32,
-}
 
 
 @dataclass(frozen=True)
@@ -46,7 +38,7 @@ class _Graph:
         binding = self.session.io_binding()
         for name, array in arrays.items():
             if name in self.inputs:
-                binding.bind_cpu_input(name, np.ascontiguousarray(array, _TYPES[self.inputs[name].type]))
+                binding.bind_cpu_input(name, np.ascontiguousarray(array, TYPES[self.inputs[name].type]))
         for name, value in held.items():
             if name in self.inputs:
                 binding.bind_ortvalue_input(name, value)
@@ -74,7 +66,7 @@ class OnnxWriter:
         if self._encoder is not None:
             source = {"input_ids": np.asarray(prompts["input_ids"]), "attention_mask": state.mask}
             made = self._encoder.run(source, {})
-            state.cache |= {past_of(name): value for name, value in made.items() if name.startswith("present.")}
+            state.cache |= {past_of(name): value for name, value in made.items() if is_present(name)}
             if "encoder_hidden_states" in self._decoder.inputs:
                 state.cache["encoder_hidden_states"] = made["last_hidden_state"]
         return state
@@ -121,10 +113,7 @@ class OnnxWriter:
         values = {}
         for name, given in self._decoder.inputs.items():
             if is_past(name) and ".encoder." not in name:
-                shape = [
-                    size if isinstance(size, int) else rows if axis == 0 else 0 for axis, size in enumerate(given.shape)
-                ]
-                values[name] = self._value(np.zeros(shape, _TYPES[given.type]))
+                values[name] = self._value(no_past(given, rows))
         return values
 
 
@@ -132,7 +121,7 @@ def open(
     artifact: Artifact, facts: Facts, *, device: str = "cpu", threads: int | None = None, serving: bool = False
 ) -> OnnxWriter:
     """Opens an artifact with a cache, as `open_paths` does; the encoder's graph lies beside the decoder's."""
-    encoder = artifact.directory / ENCODER_FILE if encodes(facts) else None
+    encoder = artifact.encoder or artifact.directory / ENCODER_FILE if encodes(facts) else None
     return open_paths(
         artifact.path, encoder, facts, precision=artifact.precision, device=device, threads=threads, serving=serving
     )
@@ -152,26 +141,38 @@ def open_paths(
 
     Raises as `backends.onnxruntime.open_file` does, and DriftError where a graph takes or gives no cache.
     """
-    opened = [
+    decoding, *encoding = [
         open_file(path, precision=precision, device=device, threads=threads, serving=serving)
         for path in (decoder, encoder)
         if path is not None
     ]
-    graphs = []
-    for session in opened:
-        inner = session._session
-        graphs.append(
-            _Graph(
-                inner,
-                {value.name: value for value in inner.get_inputs()},
-                tuple(value.name for value in inner.get_outputs()),
-                "cpu" if session.provider == "CPUExecutionProvider" else "cuda",
-            )
-        )
-    lacking = [name for name in graphs[0].inputs if is_past(name) and ".encoder." not in name]
-    if not lacking or "logits" not in graphs[0].outputs:
-        raise DriftError(f"{decoder.name} keeps no cache: it takes no past_key_values, or gives no logits")
-    gives = {past_of(name) for name in graphs[0].outputs if name.startswith("present.")}
+    return writer(PairSession(decoding, *encoding) if encoding else decoding, facts)
+
+
+def writer(session: OnnxSession | PairSession, facts: Facts) -> OnnxWriter:
+    """A writer on what is open already. Raises DriftError where a graph takes or gives no cache."""
+    decoder = _graph(session.decoder if isinstance(session, PairSession) else session)
+    lacking = [name for name in decoder.inputs if is_past(name) and ".encoder." not in name]
+    if not lacking or "logits" not in decoder.outputs:
+        raise DriftError("the graph keeps no cache: it takes no past_key_values, or gives no logits")
+    gives = {past_of(name) for name in decoder.outputs if is_present(name)}
     if missing := [name for name in lacking if name not in gives]:
-        raise DriftError(f"{decoder.name} takes {missing[0]} and gives nothing back for it")
-    return OnnxWriter(graphs[0], graphs[1] if len(graphs) > 1 else None, facts, opened[0].provider, opened[0].precision)
+        raise DriftError(f"the graph takes {missing[0]} and gives nothing back for it")
+    encoder = _graph(session.encoder) if isinstance(session, PairSession) else None
+    return OnnxWriter(decoder, encoder, facts, session.provider, session.precision)
+
+
+def keeps(session: object) -> bool:
+    """Whether what is open takes a cache."""
+    decoder = session.decoder if isinstance(session, PairSession) else session
+    return isinstance(decoder, OnnxSession) and any(is_past(value.name) for value in decoder.inner.get_inputs())
+
+
+def _graph(session: OnnxSession) -> _Graph:
+    inner = session.inner
+    return _Graph(
+        inner,
+        {value.name: value for value in inner.get_inputs()},
+        tuple(value.name for value in inner.get_outputs()),
+        "cpu" if session.provider == "CPUExecutionProvider" else "cuda",
+    )
