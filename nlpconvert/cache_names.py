@@ -7,6 +7,7 @@ graph with a cache is exported (`convert.cached`) and how tokens are written wit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from nlpconvert.errors import UsageError
 PAST = "past_key_values"
 PRESENT = "present"
 KINDS = ("key", "value")
+
+_PART = re.compile(r"\.\d+(\.decoder|\.encoder)?\.(key|value)")
 
 PAST_AXIS = "past_sequence"
 TOTAL_AXIS = "total_sequence"
@@ -48,12 +51,12 @@ def name(stem: str, layer: int, kind: str, part: str = "") -> str:
 
 def is_past(tensor: str) -> bool:
     """Whether an input is a part of the cache."""
-    return tensor.startswith(f"{PAST}.")
+    return _PART.fullmatch(tensor.removeprefix(PAST)) is not None
 
 
 def is_present(tensor: str) -> bool:
     """Whether an output is a part of the cache."""
-    return tensor.startswith(f"{PRESENT}.")
+    return _PART.fullmatch(tensor.removeprefix(PRESENT)) is not None
 
 
 def keeps(inputs: Iterable[TensorSpec]) -> bool:
