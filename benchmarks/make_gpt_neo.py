@@ -18,6 +18,7 @@ VOCABULARY = 50257
 SIZES: tuple[tuple[int, int], ...] = (  # hidden, layers
     (32, 2),
     (768, 12),
+    (896, 12),
     (1024, 24),
     (2048, 24),
     (2560, 32),

@@ -25,6 +25,7 @@ import memory
 import quantization
 import startup
 import verification
+import writing
 from measure import Result, Settings
 
 BENCHMARKS: dict[str, ModuleType] = {
@@ -34,6 +35,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "quantize": quantization,
     "memory": memory,
     "locate": locate,
+    "write": writing,
     "gate": gate,
 }
 README = measure.HERE / "README.md"

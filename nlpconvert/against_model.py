@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nlpconvert import cache_names
 from nlpconvert.artifact import Artifact
 from nlpconvert.inputs import Case
 from nlpconvert.pieces import PIECE, Tally, Work, same_numbers
@@ -179,7 +180,11 @@ class Held:
     def at_outputs(self) -> dict[str, float]:
         """The drift that arrives at those of the model's outputs that were matched."""
         fitting = {tally.tensor: tally for tally in self.tallies()}
-        return {name: fitting[at].arrives.relative for name, at in self._outputs.items() if at in fitting}
+        return {
+            name: fitting[at].arrives.relative
+            for name, at in self._outputs.items()
+            if at in fitting and not cache_names.is_present(name)
+        }
 
     def unmatched(self) -> list[str]:
         """Modules that one side alone has: a graph's as recorded, of the model's those that are one operation."""

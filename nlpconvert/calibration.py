@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nlpconvert import dataset, inputs, probes
+from nlpconvert import dataset, inputs, own_words, probes
 from nlpconvert.errors import UsageError
 from nlpconvert.inputs import Case, Encode
 from nlpconvert.models import TASKS, Facts
@@ -135,6 +135,13 @@ def cases(options: Options, facts: Facts, encode: Encode | None, part: str) -> l
     return own + shipped_cases(facts, encode, part)
 
 
+def asked(work: Work, part: str) -> list[Case]:
+    """What a step is fitted or chosen on: `cases`, and of a model that writes with an encoder and a decoder the same
+    again with what it writes itself as the decoder's input."""
+    found = cases(work.options, work.facts, work.encode, part)
+    return found + own_words.of(work, part, found)
+
+
 def _as_task(task: str, n: int, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A plain text in the columns of a task: asked about words of its own, answered by its beginning."""
     text, other = rows[n]["text"], rows[(n + 1) % len(rows)]["text"]
@@ -218,5 +225,4 @@ class Runner:
 
 def runner(work: Work, part: str) -> Runner:
     """A runner over "calibrate" or "select"."""
-    found = cases(work.options, work.facts, work.encode, part)
-    return Runner(found, work.options.threads, work.above.directory)
+    return Runner(asked(work, part), work.options.threads, work.above.directory)

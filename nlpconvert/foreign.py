@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nlpconvert import disk, judging, manifest, models, plan, renaming, runtimes
+from nlpconvert import cache_names, disk, judging, manifest, models, plan, renaming, runtimes
 from nlpconvert.artifact import FOREIGN, STEPS, Artifact, Outcome, TensorSpec
 from nlpconvert.errors import CannotRunHere, DriftError, MissingPackage, UsageError, first_line
 from nlpconvert.plan import Options
@@ -204,6 +204,12 @@ def _artifact(
             artifact = _named(artifact, names, facts, probes)
         except CannotRunHere:
             return artifact  # it ends as "not run", with the reason
+    # A cache is no input of the model's own: nothing is in it before the first token.
+    artifact = replace(
+        artifact,
+        inputs=tuple(spec for spec in artifact.inputs if not cache_names.is_past(spec.name)),
+        outputs=tuple(spec for spec in artifact.outputs if not cache_names.is_present(spec.name)),
+    )
     read, given = [spec.name for spec in artifact.inputs], [spec.name for spec in artifact.outputs]
     renaming.check(names, (*read, *given), facts)
     inputs, notes = renaming.match_inputs(names, read, facts)

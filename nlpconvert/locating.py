@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nlpconvert import against_model, judging, manifest, memory, plan
+from nlpconvert import against_model, cache_names, judging, manifest, memory, plan
 from nlpconvert.artifact import Artifact
 from nlpconvert.errors import CannotRunHere, DriftError, UsageError
 from nlpconvert.inputs import Case, case_tokens
@@ -137,7 +137,11 @@ def between(
         reference.step,
         [case.name for case in work.cases],
         [tally.moved() for tally in fitting.values()],
-        {name: fitting[name].arrives.relative for name in ours.outputs() if name in fitting},
+        {
+            name: fitting[name].arrives.relative
+            for name in ours.outputs()
+            if name in fitting and not cache_names.is_present(name)
+        },
         dict.fromkeys(unmatched),
         work.notes,
     )

@@ -83,6 +83,10 @@ def writer(session: Session, artifact: Artifact, facts: Facts) -> Writer | None:
     backend = WRITERS.get(artifact.format)
     if backend is None:
         return None
+    if artifact.made_by.get("foreign"):
+        if not getattr(session, "plain", False):
+            return None  # a cache under other names is not known
+        session = session.wrapped  # type: ignore[attr-defined]
     module = importlib.import_module(backend)
     found: Writer | None = module.writer(session, facts) if module.keeps(session) else None
     return found

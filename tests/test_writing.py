@@ -362,8 +362,8 @@ def test_lower_precisions_are_judged_by_divergence_and_perplexity(gpt2: Scene) -
 
 def test_a_report_says_what_was_measured_and_what_is_wrong(gpt2: Scene) -> None:
     _, good = gpt2.judge()
-    text = "\n".join(report_written.lines("onnx", good))
+    text = "\n".join(report_written.lines(good))
     assert "5 of 5 free texts are the reference's" in text and "DRIFT" not in text
     _, bad = gpt2.judge(Late)
-    text = "\n".join(report_written.lines("onnx", bad))
+    text = "\n".join(report_written.lines(bad))
     assert "single steps" in text and "DRIFT" in text and "positions after the prompt are too large by 1" in text

@@ -63,7 +63,7 @@ class OnnxSession:
         feed = {name: array for name, array in batch.items() if name in self._inputs}
         for name, value in self._past.items():
             if name not in feed:
-                feed[name] = no_past(value, len(batch["input_ids"]))
+                feed[name] = no_past(value, len(next(iter(batch.values()))))
         return feed
 
     def close(self) -> None:

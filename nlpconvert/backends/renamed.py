@@ -19,7 +19,8 @@ class RenamedSession:
     def __init__(
         self, session: Session, inputs: Mapping[str, str], outputs: Mapping[str, str], types: Mapping[str, str]
     ) -> None:
-        self._session = session
+        self.wrapped = self._session = session
+        self.plain = all(theirs == ours for names in (inputs, outputs) for theirs, ours in names.items())
         self._inputs = dict(inputs)
         self._outputs = dict(outputs)
         self._types = dict(types)
