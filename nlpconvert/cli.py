@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nlpconvert import __version__, gate, memory
+from nlpconvert import __version__, gate, generate_command, memory
 from nlpconvert.errors import EXIT_CODES, NlpconvertError, UsageError
 from nlpconvert.options import (
     AllowUnverified,
@@ -275,7 +275,7 @@ def doctor(json: Json = False) -> None:
         print(line)
 
 
-for command in (gate.verify, gate.locate, gate.diff):
+for command in (gate.verify, gate.locate, gate.diff, generate_command.generate):
     app.command(epilog=EPILOG)(command)
 
 

@@ -140,9 +140,9 @@ def generate(
     _check(writer.facts, prompts, how, decode)
     if how.beams > 1:
         return _searched(writer, prompts, how)
+    began = time.perf_counter()
     state = writer.begin(prompts)
     choose = _greedy if how.plain else _processors(how, state.first, prompts if state.encodes else None)
-    began = time.perf_counter()
     logits = read(writer, state, state.first, how.chunk)
     prefilled = time.perf_counter()
     said = state.first

@@ -20,6 +20,7 @@ from nlpconvert.progress import Progress, Silent
 if TYPE_CHECKING:
     from nlpconvert.comparing import diff
     from nlpconvert.foreign import verify as verify_foreign
+    from nlpconvert.generating import generate
     from nlpconvert.locating import locate
     from nlpconvert.settings import Settings
     from nlpconvert.settings import read as read_settings
@@ -33,6 +34,7 @@ __all__ = [
     "convert_step",
     "diff",
     "exit_code",
+    "generate",
     "locate",
     "read_settings",
     "run",
@@ -138,6 +140,7 @@ def __getattr__(name: str) -> Any:
         "locate": ("locating", "locate"),
         "diff": ("comparing", "diff"),
         "read_settings": ("settings", "read"),
+        "generate": ("generating", "generate"),
     }
     if name not in rooms:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

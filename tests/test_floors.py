@@ -136,6 +136,7 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/marking.py", 1),
     # What writes token by token, and what it is asked.
     Room("nlpconvert/writer.py", 1),
+    Room("nlpconvert/config_facts.py", 1),
     Room("nlpconvert/passages.py", 1),
     Room("nlpconvert/passages_files.py", 1, _set("safetensors")),
     # What builder and runner of engines share: which flavour, which GPU, what lies beside an engine.
@@ -182,6 +183,13 @@ ROOMS: tuple[Room, ...] = (
         2,
         _set("torch transformers onnx onnx_ir onnxscript"),
         rooms=_set("nlpconvert.convert.onnx nlpconvert.convert.onnx_graph nlpconvert.convert.cached_graph"),
+        bars=_NO_JUDGE,
+    ),
+    Room(
+        "convert/pair.py",
+        2,
+        _set("onnx_ir"),
+        rooms=_set("nlpconvert.convert.derived nlpconvert.convert.onnx_graph"),
         bars=_NO_JUDGE,
     ),
     Room(
@@ -269,6 +277,7 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/backends/pytorch_writing.py", 2, _set("torch")),
     Room("nlpconvert/backends/processors.py", 2, _set("torch transformers")),
     Room("nlpconvert/backends/beams.py", 2, _set("torch transformers")),
+    Room("nlpconvert/backends/slow_tokens.py", 2, _set("transformers")),
     Room(
         "nlpconvert/backends/tensorrt.py",
         2,
@@ -276,11 +285,18 @@ ROOMS: tuple[Room, ...] = (
     ),
     Room("nlpconvert/backends/trt_engine.py", 2, _set("polygraphy tensorrt tensorrt_rtx")),
     Room("nlpconvert/backends/trt_child.py", 2, _set("polygraphy tensorrt tensorrt_rtx")),
+    Room("nlpconvert/backends/trt_writing.py", 2, rooms=_set("nlpconvert.backends.tensorrt")),
     Room("nlpconvert/reference.py", 3),
     Room("nlpconvert/judging.py", 3),
     Room("nlpconvert/runtimes.py", 3),
     Room("nlpconvert/goldens.py", 3),
     Room("nlpconvert/generation.py", 3),
+    # The command `generate`: what it is pointed at and asked, what it does, what comes back.
+    Room("nlpconvert/subjects.py", 3),
+    Room("nlpconvert/prompting.py", 3),
+    Room("nlpconvert/generating.py", 3),
+    Room("nlpconvert/generated.py", 3),
+    Room("nlpconvert/first_difference.py", 3),
     Room("nlpconvert/writing.py", 3),
     Room("nlpconvert/writing_why.py", 3),
     Room("nlpconvert/proving.py", 3),
@@ -294,6 +310,9 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/line.py", 3),
     Room("nlpconvert/making.py", 3),
     Room("nlpconvert/calibration.py", 3),
+    Room("nlpconvert/own_words.py", 3),
+    Room("nlpconvert/sampling.py", 3),
+    Room("nlpconvert/pairs.py", 3),
     Room("nlpconvert/quantizing.py", 3),
     Room("nlpconvert/cpu_int8.py", 3),
     Room("nlpconvert/pipeline.py", 3),
@@ -342,12 +361,18 @@ ROOMS: tuple[Room, ...] = (
     ),
     Room("nlpconvert/report_located.py", 4),
     Room("nlpconvert/report_written.py", 4, rooms=_set("nlpconvert.wording")),
+    Room("nlpconvert/report_generated.py", 4, rooms=_set("nlpconvert.wording")),
     # How a status and a size are worded is the report's.
     Room("nlpconvert/report_diff.py", 4, rooms=_set("nlpconvert.report nlpconvert.wording")),
     Room("nlpconvert/report_scores.py", 4),
-    Room("nlpconvert/cli.py", 5, rooms=_set("nlpconvert.terminal nlpconvert.gate nlpconvert.options")),
+    Room(
+        "nlpconvert/cli.py",
+        5,
+        rooms=_set("nlpconvert.terminal nlpconvert.gate nlpconvert.generate_command nlpconvert.options"),
+    ),
     # The commands of the gate, and the options' words that the commands share.
     Room("nlpconvert/gate.py", 5, rooms=_set("nlpconvert.terminal nlpconvert.options")),
+    Room("nlpconvert/generate_command.py", 5, rooms=_set("nlpconvert.options")),
     Room("nlpconvert/options.py", 5, rooms=_set("nlpconvert.terminal")),
     Room("nlpconvert/terminal.py", 5),
 )

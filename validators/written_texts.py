@@ -142,7 +142,7 @@ class Texts:
             at = int(apart[0]) if len(apart) else min(size, own - 1)
             margin, peak = float(reference.margin[row, at]), float(reference.peak[row, at])
             other = int(ours[at]) if at < len(ours) else -1
-            near = bool(len(apart)) and margin <= may * (scale + peak) and other == reference.second[row, at]
+            near = bool(len(apart) and margin <= may * (scale + peak) and other == reference.second[row, at])
             self.differences.append(Difference(passage, row, at, int(theirs[at]), other, margin, near))
 
     @property
