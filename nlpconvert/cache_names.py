@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from nlpconvert.artifact import TensorSpec
 from nlpconvert.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 PAST = "past_key_values"
 PRESENT = "present"
@@ -103,6 +104,8 @@ def empty(inputs: Iterable[TensorSpec], batch: int) -> dict[str, np.ndarray]:
 
     A graph's inputs go in as they are; those that are no cache, and the cache over the encoder's tokens, are left out.
     """
+    import numpy as np  # engines' profiles know these names, and are looked at before anything is loaded
+
     arrays = {}
     for spec in inputs:
         if is_past(spec.name) and ".encoder." not in spec.name:

@@ -28,6 +28,8 @@ NEW = 24
 FORCED = 12
 STEPS = 64
 """Single steps of the passage that shows whether an error grows."""
+PLACES = 32
+"""Places whose scores are looked at together."""
 TEXT_TOKENS = 32
 """Tokens of a text that are read, twice as many of a source: the rest of it says no more about the model."""
 
@@ -147,24 +149,32 @@ class Seeing:
         if self._values is None:
             self._values = np.full((len(self._index), vocabulary), np.nan, np.float32)
         for i, row in enumerate(chosen):
-            for j in range(size):
-                self._place(int(row), at + j, logits[i, j])
+            for start in range(0, size, PLACES):
+                self._places(int(row), at + start, logits[i, start : start + PLACES])
             kept = np.flatnonzero(
                 (self._index[:, 0] == row) & (self._index[:, 1] >= at) & (self._index[:, 1] < at + size)
             )
             self._values[kept] = logits[i, self._index[kept, 1] - at]
 
-    def _place(self, row: int, place: int, scores: np.ndarray) -> None:
-        self._there[row, place] = True
-        self._finite[row, place] = bool(np.isfinite(scores).all())
-        top, second = best_two(scores)
-        self._top[row, place], self._second[row, place] = top, second
-        self._margin[row, place] = scores[top] - scores[second]
-        self._peak[row, place] = max(abs(float(scores[top])), abs(float(scores[second])))
-        if place + 1 < self._tokens.shape[1]:
-            wide = scores.astype(np.float64)
-            shifted = wide - wide.max()
-            self._loss[row, place] = np.log(np.exp(shifted).sum()) - shifted[self._tokens[row, place + 1]]
+    def _places(self, row: int, at: int, scores: np.ndarray) -> None:
+        """Scores (n, vocabulary) of a row's places from `at` on."""
+        where, n = slice(at, at + len(scores)), np.arange(len(scores))
+        self._there[row, where] = True
+        self._finite[row, where] = np.isfinite(scores).all(axis=1)
+        top = scores.argmax(axis=1)
+        best = scores[n, top]
+        others = scores.copy()
+        others[n, top] = -np.inf
+        second = others.argmax(axis=1)
+        self._top[row, where], self._second[row, where] = top, second
+        self._margin[row, where] = best - scores[n, second]
+        self._peak[row, where] = np.maximum(np.abs(best), np.abs(scores[n, second]))
+        following = self._tokens[row, at + 1 : at + 1 + len(scores)]
+        known = n[: len(following)]
+        shifted = np.subtract(scores[known], scores[known].max(axis=1, keepdims=True), out=others[known])
+        said = shifted[known, following].astype(np.float64)
+        total = np.exp(shifted, out=shifted).sum(axis=1, dtype=np.float64)
+        self._loss[row, where][known] = np.log(total) - said
 
     def seen(self) -> Seen:
         """What has come. Raises ValueError when nothing has."""
