@@ -1,4 +1,7 @@
-"""Floor 2: ONNX to a strongly typed TensorRT engine, and the sidecar that says what the engine is for.
+"""Floor 2: ONNX to strongly typed TensorRT engines, and the sidecars that say what they are for.
+
+One graph becomes one engine; a model that writes behind an encoder has two graphs, and becomes two engines. A graph
+with a cache is built for two profiles, one for prompts and one for single tokens (`profiles.choose_all`).
 
 The building itself is done by `nlpconvert.backends.trt_child` in a process of its own, so that a crash of the builder
 is a line to read and not the end of the run. What does not belong here: running the engine (`backends.tensorrt`) and
@@ -15,14 +18,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import nlpconvert
 from nlpconvert import disk, engines, profiles
 from nlpconvert.artifact import Artifact, Made, TensorSpec
-from nlpconvert.engines import ENGINE_FILE, Flavour, Here, Sidecar, runtime_here
-from nlpconvert.errors import ConversionError
+from nlpconvert.engines import DECODER_ENGINE, ENCODER_ENGINE, ENGINE_FILE, Flavour, Here, Sidecar, runtime_here
+from nlpconvert.errors import ConversionError, UsageError
 from nlpconvert.profiles import Profile
 
 __all__ = ["builder_command", "convert", "runtime_here"]
@@ -43,11 +47,21 @@ def builder_command(request: Path, result: Path) -> list[str]:
     return [sys.executable, "-P", "-c", _START, str(root), str(request), str(result)]
 
 
+@dataclass(frozen=True)
+class _Order:
+    """What is the same for every engine of one call; `request` is what the builder is told of it."""
+
+    flavour: Flavour
+    here: Here
+    request: Mapping[str, Any]
+    command: Callable[[Path, Path], list[str]]
+
+
 def convert(
     parent: Artifact,
     directory: Path,
     *,
-    profile: Profile,
+    profile: Profile | Sequence[Profile],
     max_length: int | None,
     log: Path,
     runtime: str | None = None,
@@ -61,19 +75,29 @@ def convert(
 ) -> Made:
     """Builds an engine from the ONNX artifact `parent` into `directory`: model.engine and model.engine.json.
 
-    `profile` is checked against the inputs' axes and `max_length`, the model's true limit in tokens (None: no limit),
-    before anything starts. `log` receives all that the builder says. `runtime` names a flavour; unnamed, the one that
-    fits the GPU found is taken (`engines.choose`). `tf32` lets float32 products round their inputs to 10 bits of
-    mantissa; off, they are float32. `workspace` is in MiB. `hardware_compatibility` (tensorrt) makes the engine run on
-    compute capability 8.0 and later. `compute_capabilities` (tensorrt-rtx), as "8.9", narrows what the engine is built
-    for. `here` is what the machine has, looked up when None; `command` is the process that builds.
+    Of an encoder and a decoder two are built, decoder_model.engine and encoder_model.engine, each with its sidecar;
+    Made speaks of the decoder's, `made_by["encoder"]` has the encoder's file, inputs, outputs, profiles and the hash of
+    its ONNX file.
+
+    `profile`, one or several, is checked against the inputs' axes and `max_length`, the model's true limit in tokens
+    (None: no limit), before anything starts. `log` receives all that the builder says. `runtime` names a flavour;
+    unnamed, the one that fits the GPU found is taken (`engines.choose`). `tf32` lets float32 products round what goes
+    in to 10 bits of mantissa; off, they are float32. `workspace` is in MiB. `hardware_compatibility` (tensorrt) makes
+    the engine run on compute capability 8.0 and later. `compute_capabilities` (tensorrt-rtx), as "8.9", narrows what
+    the engine is built for. `here` is what the machine has, looked up when None; `command` is the process that builds.
 
     Inputs and outputs are read from the network that was built, their axes named after the parent's.
 
     Raises UsageError for a bad profile or an option that the flavour ignores, MissingPackage when flavour or GPU is
     missing, ConversionError when the builder fails or crashes; nothing is left in `directory` then.
     """
-    profiles.check(profile, profiles.dynamic_axes(spec.shape for spec in parent.inputs), max_length)
+    chosen = (profile,) if isinstance(profile, Profile) else tuple(profile)
+    axes = profiles.dynamic_axes(spec.shape for spec in parent.inputs)
+    if not chosen:
+        raise UsageError(f"no profile was given: an engine is built for at least one, here {'x'.join(axes)}")
+    for each in chosen:
+        profiles.check(each, axes, max_length)
+    encoder = _encoder(parent)
     here = here or runtime_here()
     flavour, note = engines.choose(runtime, here)
     given = {
@@ -82,52 +106,103 @@ def convert(
         "--compute-capability": compute_capabilities is not None,
     }
     engines.refuse_ignored(flavour, (option for option, is_set in given.items() if is_set))
-    engine = directory / ENGINE_FILE
     request = {
-        "onnx": str(parent.path.resolve()),
-        "engine": str(engine.resolve()),
-        "shapes": profiles.shapes(profile, parent.inputs),
         "tf32": tf32,
         "workspace": workspace,
         "hardware_compatibility": hardware_compatibility,
         "timing_cache": None if timing_cache is None else str(timing_cache.resolve()),
         "compute_capabilities": None if compute_capabilities is None else list(compute_capabilities),
     }
+    order = _Order(flavour, here, request, command)
+    files = [ENGINE_FILE] if encoder is None else [DECODER_ENGINE, ENCODER_ENGINE]
     try:
-        built = _build(flavour, here.installed[flavour.name], request, log, command)
-        inputs = _named(built["inputs"], parent.inputs, "input")
-        outputs = _named(built["outputs"], parent.outputs, "output")
-        capabilities = _capabilities(built["compute_capabilities"], hardware_compatibility, here)
-        sidecar = Sidecar(
-            flavour=flavour.name,
-            builder=built["builder"],
-            compute_capabilities=capabilities,
-            hardware_compatibility=hardware_compatibility,
-            precision=parent.precision,
-            tf32=tf32,
-            profile=profile,
-            onnx=_onnx_files(parent),
-            engine_sha256=disk.sha256_file(engine),
-        )
-        engines.write_sidecar(engine, sidecar)
+        made = _engine(order, parent, chosen, directory / files[0], log)
+        if encoder is not None:
+            share = chosen[0].of(profiles.dynamic_axes(spec.shape for spec in encoder.inputs))
+            beside = log.with_name(f"{log.stem}-encoder{log.suffix}")
+            made = _with_encoder(made, _engine(order, encoder, (share,), directory / files[1], beside), encoder)
     except BaseException:
-        for name in (ENGINE_FILE, ENGINE_FILE + ".part", engines.sidecar_path(engine).name):
-            (directory / name).unlink(missing_ok=True)
+        for name in files:
+            for left in (name, f"{name}.part", engines.sidecar_path(directory / name).name):
+                (directory / left).unlink(missing_ok=True)
         raise
+    return replace(made, notes=(note,) if note else ())
+
+
+def _encoder(parent: Artifact) -> Artifact | None:
+    """The encoder's graph as an artifact of its own; None of a parent that is one graph."""
+    own = parent.made_by.get("encoder")
+    if own is None:
+        return None
+    return replace(
+        parent,
+        path=parent.directory / own["file"],
+        inputs=_specs(own["inputs"]),
+        outputs=_specs(own["outputs"]),
+        made_by={},
+    )
+
+
+def _specs(plain: Sequence[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(each["name"], each["dtype"], tuple(each["shape"])) for each in plain)
+
+
+def _plain(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
+    return [{"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)} for spec in specs]
+
+
+def _engine(order: _Order, parent: Artifact, chosen: Sequence[Profile], engine: Path, log: Path) -> Made:
+    """Builds one engine of one graph and writes its sidecar. Raises ConversionError; what is half done is left."""
+    here, flavour, asked = order.here, order.flavour, order.request
+    request = {
+        **asked,
+        "onnx": str(parent.path.resolve()),
+        "engine": str(engine.resolve()),
+        "profiles": [profiles.shapes(each, parent.inputs) for each in chosen],
+    }
+    built = _build(flavour, here.installed[flavour.name], request, log, order.command)
+    inputs = _named(built["inputs"], parent.inputs, "input")
+    outputs = _named(built["outputs"], parent.outputs, "output")
+    capabilities = _capabilities(built["compute_capabilities"], asked["hardware_compatibility"], here)
+    sidecar = Sidecar(
+        flavour=flavour.name,
+        builder=built["builder"],
+        compute_capabilities=capabilities,
+        hardware_compatibility=asked["hardware_compatibility"],
+        precision=parent.precision,
+        tf32=asked["tf32"],
+        profiles=tuple(chosen),
+        onnx=_onnx_files(parent),
+        engine_sha256=disk.sha256_file(engine),
+    )
+    engines.write_sidecar(engine, sidecar)
     made_by = {
         "builder": flavour.name,
         "versions": {flavour.name: built["builder"], "polygraphy": built["polygraphy"]},
         "strongly_typed": True,
         "compute_capabilities": list(capabilities),
-        "profile": profile.as_data(),
-        "tf32": tf32,
-        "workspace_mib": workspace,
-        "hardware_compatibility": hardware_compatibility,
-        "timing_cache": timing_cache is not None,
+        "profiles": [each.as_data() for each in chosen],
+        "tf32": asked["tf32"],
+        "workspace_mib": asked["workspace"],
+        "hardware_compatibility": asked["hardware_compatibility"],
+        "timing_cache": asked["timing_cache"] is not None,
         "gpu": None if here.gpu is None else here.gpu.name,
         "build_seconds": built["seconds"],
     }
-    return Made(ENGINE_FILE, inputs, outputs, made_by, (note,) if note else ())
+    return Made(engine.name, inputs, outputs, made_by)
+
+
+def _with_encoder(made: Made, encoder: Made, parent: Artifact) -> Made:
+    """The decoder's engine, with what has to be known of the encoder's."""
+    own = {
+        "file": encoder.file,
+        "inputs": _plain(encoder.inputs),
+        "outputs": _plain(encoder.outputs),
+        "profiles": encoder.made_by["profiles"],
+        "onnx_sha256": parent.sha256,
+        "build_seconds": encoder.made_by["build_seconds"],
+    }
+    return replace(made, made_by={**made.made_by, "encoder": own})
 
 
 # -- the process that builds -------------------------------------------------------------------------------------------
@@ -233,6 +308,6 @@ def _capabilities(built: Sequence[str], hardware_compatibility: bool, here: Here
 
 
 def _onnx_files(parent: Artifact) -> dict[str, str]:
-    """sha256 of the ONNX file and of its external data (model.onnx.data), by name."""
+    """sha256 of the ONNX file and of external data (model.onnx.data, which two graphs may share), by name."""
     main = parent.path.name
-    return {name: digest for name, digest in parent.files.items() if name == main or name.startswith(main + ".")}
+    return {name: digest for name, digest in parent.files.items() if name == main or name.endswith(".onnx.data")}

@@ -22,6 +22,8 @@ from nlpconvert.errors import DriftError, MissingPackage, UsageError
 from nlpconvert.profiles import Profile
 
 ENGINE_FILE = "model.engine"
+DECODER_ENGINE, ENCODER_ENGINE = "decoder_model.engine", "encoder_model.engine"
+"""Of a model that writes behind an encoder, whose graphs are two."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,8 @@ def refuse_ignored(flavour: Flavour, given: Iterable[str]) -> None:
 class Sidecar:
     """What has to be known of an engine before it is loaded: model.engine.json.
 
-    `onnx` gives the sha256 of the ONNX file and of its external data, by file name.
+    `profiles` in the order in which the engine has them. `onnx` gives the sha256 of the ONNX file and of its external
+    data, by file name.
     """
 
     flavour: str
@@ -220,7 +223,7 @@ class Sidecar:
     hardware_compatibility: bool
     precision: str
     tf32: bool
-    profile: Profile
+    profiles: tuple[Profile, ...]
     onnx: Mapping[str, str]
     engine_sha256: str
 
@@ -233,7 +236,7 @@ class Sidecar:
             "hardware_compatibility": self.hardware_compatibility,
             "precision": self.precision,
             "tf32": self.tf32,
-            "profile": self.profile.as_data(),
+            "profiles": [profile.as_data() for profile in self.profiles],
             "onnx": dict(self.onnx),
             "engine_sha256": self.engine_sha256,
         }
@@ -261,7 +264,8 @@ def read_sidecar(engine: Path) -> Sidecar:
             hardware_compatibility=bool(data["hardware_compatibility"]),
             precision=str(data["precision"]),
             tf32=bool(data["tf32"]),
-            profile=profiles.from_data(data["profile"]),
+            # One of its own key was all that an engine had once.
+            profiles=tuple(profiles.from_data(each) for each in data.get("profiles") or [data["profile"]]),
             onnx={str(name): str(digest) for name, digest in data["onnx"].items()},
             engine_sha256=str(data["engine_sha256"]),
         )

@@ -6,6 +6,7 @@ Which runtime opens which format is `runtimes`; what the numbers mean is `valida
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -199,7 +200,8 @@ def judge(
     twice = min(several, key=case_tokens).name if several else ""
     progress.start("verify", len(probes.cases))
     asked = [case.inputs for case in probes.cases if case.name not in probes.not_applicable]
-    running = runtimes.ahead(session, asked)
+    sizes = [sum(4 * math.prod(each.shape) for each in answers.values()) for answers in probes.answers.values()]
+    running = runtimes.ahead(session, asked, max(sizes, default=0))
     for case in probes.cases:
         progress.advance()
         if case.name in probes.not_applicable:

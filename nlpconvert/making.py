@@ -95,7 +95,15 @@ def _tensorrt(work: Work) -> Made:
     made = tensorrt.convert(
         parent,
         work.new,
-        profile=profiles.choose(options.minimum, options.optimum, options.maximum, axes, limit),
+        profile=profiles.choose_all(
+            options.minimum,
+            options.optimum,
+            options.maximum,
+            axes,
+            limit,
+            max_new_tokens=options.max_new_tokens,
+            configured=profiles.configured_tokens(parent.directory),
+        ),
         max_length=limit,
         log=work.log,
         runtime=options.runtime,

@@ -73,6 +73,12 @@ Runtime = Annotated[
 Minimum = Annotated[str | None, typer.Option("--min", help="Smallest shape of the profile: 1x1 (batch x sequence).")]
 Optimum = Annotated[str | None, typer.Option("--opt", help="Shape to optimise for: 8x128.")]
 Maximum = Annotated[str | None, typer.Option("--max", help="Largest shape: 32x512.")]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Tokens that an engine can write after the longest prompt (the checkpoint's own, or 256)."
+    ),
+]
 Tf32 = Annotated[
     bool, typer.Option("--tf32/--no-tf32", help="Let float32 products round their inputs (faster, less exact).")
 ]

@@ -76,6 +76,7 @@ class Options:
     minimum: str | None = None
     optimum: str | None = None
     maximum: str | None = None
+    max_new_tokens: int | None = None
     tf32: bool = False
     workspace: int | None = None
     hardware_compatibility: bool = False
@@ -197,14 +198,16 @@ def check_rows(rows: Sequence[Step], options: Options, facts: Facts, bounds: Map
 
     `bounds`: by step.
     """
-    from nlpconvert import models, profiles
+    from nlpconvert import models, profiles, writer
     from nlpconvert.validators import tolerance
 
     formats = {row.format for row in rows}
     profile = (options.minimum, options.optimum, options.maximum)
-    if "tensorrt" in formats or any(profile):
+    if "tensorrt" in formats or any(profile) or options.max_new_tokens is not None:
         axes = profiles.dynamic_axes(models.input_axes(name, facts.task) for name in facts.inputs)
-        profiles.choose(*profile, axes, facts.max_length)
+        if facts.task in models.WRITING:
+            axes = profiles.PAIR_AXES if writer.encodes(facts) else profiles.DECODER_AXES
+        profiles.choose_all(*profile, axes, facts.max_length, max_new_tokens=options.max_new_tokens)
     if "onnx" in formats and options.opset is not None:
         from nlpconvert.convert import onnx
 

@@ -7,20 +7,45 @@ What does not belong here: building and running engines.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from nlpconvert.artifact import TensorSpec
-from nlpconvert.errors import UsageError
+from nlpconvert.cache_names import PAST_AXIS, PAST_DECODER_AXIS, TOTAL_AXIS, TOTAL_DECODER_AXIS
+from nlpconvert.errors import OutOfProfile, UsageError
 from nlpconvert.models import AXIS_MASK
 
 Sizes = Mapping[str, int]
 Shape = tuple[int, ...]
 
 # The order in which a person writes the axes; axes that are not here follow in the order in which the inputs show them.
-AXIS_ORDER: tuple[str, ...] = ("batch", "choices", "sequence", "decoder_sequence")
+AXIS_ORDER: tuple[str, ...] = (
+    "batch",
+    "choices",
+    "sequence",
+    "decoder_sequence",
+    PAST_AXIS,
+    TOTAL_AXIS,
+    PAST_DECODER_AXIS,
+    TOTAL_DECODER_AXIS,
+)
+
+# Axes whose size is the sum of two others': nobody chooses them.
+_SUMS: dict[str, tuple[str, str]] = {
+    TOTAL_AXIS: (PAST_AXIS, "sequence"),
+    TOTAL_DECODER_AXIS: (PAST_DECODER_AXIS, "decoder_sequence"),
+}
+_PASTS = (PAST_AXIS, PAST_DECODER_AXIS)
+_LENGTHS = (*AXIS_MASK, *_PASTS, *_SUMS)
+"""Axes that count tokens, so that the model's limit holds for them."""
+
+PREFILL, STEPS = "prefill", "steps"
+DEFAULT_NEW_TOKENS = 256
+"""What is written after a prompt, where neither the user nor the checkpoint says."""
 
 # Axis -> opt and max of the default profile (min is 1); both are lowered to the model's limit where there is one.
 _DEFAULTS: dict[str, tuple[int, int]] = {
@@ -34,25 +59,37 @@ _DEFAULT_OTHER = (128, 512)
 
 @dataclass(frozen=True)
 class Profile:
-    """Smallest, usual and largest size of each dynamic axis."""
+    """Smallest, usual and largest size of each dynamic axis; `name` tells several of one engine apart."""
 
     min: Sizes
     opt: Sizes
     max: Sizes
+    name: str = ""
 
     def __str__(self) -> str:
-        """As the command line has it: "1x1 / 8x128 / 32x512"."""
-        return " / ".join("x".join(str(size) for size in sizes.values()) for sizes in (self.min, self.opt, self.max))
+        """As the command line has it: "1x1 / 8x128 / 32x512", sizes that follow from others left out."""
+        levels = (self.min, self.opt, self.max)
+        said = " / ".join("x".join(str(size) for axis, size in each.items() if axis not in _SUMS) for each in levels)
+        return f"{self.name} {said}" if self.name else said
 
-    def as_data(self) -> dict[str, dict[str, int]]:
+    def as_data(self) -> dict[str, Any]:
         """Plain JSON values, read back by `from_data`."""
-        return {"min": dict(self.min), "opt": dict(self.opt), "max": dict(self.max)}
+        named = {"name": self.name} if self.name else {}
+        return {**named, "min": dict(self.min), "opt": dict(self.opt), "max": dict(self.max)}
+
+    def of(self, axes: Iterable[str]) -> Profile:
+        """Of these axes alone, without a name: the encoder's share of its decoder's profile."""
+        kept = tuple(axes)
+        least, usual, most = (
+            {axis: sizes[axis] for axis in kept if axis in sizes} for sizes in (self.min, self.opt, self.max)
+        )
+        return Profile(least, usual, most)
 
 
 def from_data(data: Mapping[str, Any]) -> Profile:
     """The profile that `as_data` wrote. Raises KeyError, TypeError or ValueError on anything else."""
     sizes = {level: {str(axis): int(size) for axis, size in data[level].items()} for level in ("min", "opt", "max")}
-    return Profile(sizes["min"], sizes["opt"], sizes["max"])
+    return Profile(sizes["min"], sizes["opt"], sizes["max"], str(data.get("name", "")))
 
 
 def dynamic_axes(shapes: Iterable[Sequence[int | str]]) -> tuple[str, ...]:
@@ -135,7 +172,7 @@ def check(profile: Profile, axes: Sequence[str], max_length: int | None) -> None
         for axis, size in sizes.items():
             if axis not in axes:
                 raise UsageError(f"{option} has an axis {axis} that this model does not have: give {'x'.join(axes)}")
-            if size < 1:
+            if size < (0 if axis in _PASTS else 1):
                 raise UsageError(f"{option} has {axis} {size}: every size is at least 1")
     for axis in axes:
         for (low, smaller), (high, larger) in (
@@ -146,11 +183,102 @@ def check(profile: Profile, axes: Sequence[str], max_length: int | None) -> None
                 raise UsageError(
                     f"{low} is over {high} for {axis} ({smaller[axis]} > {larger[axis]}): --min <= --opt <= --max"
                 )
-        if max_length is not None and axis in AXIS_MASK and profile.max[axis] > max_length:
+        if max_length is not None and axis in _LENGTHS and profile.max[axis] > max_length:
             raise UsageError(
                 f"--max has {axis} {profile.max[axis]}, over this model's limit of {max_length} tokens: "
                 f"an engine built for it would answer from positions that do not exist; give at most {max_length}"
             )
+
+
+# -- models that write -------------------------------------------------------------------------------------------------
+
+DECODER_AXES = ("batch", "sequence", PAST_AXIS, TOTAL_AXIS)
+PAIR_AXES = ("batch", "sequence", "decoder_sequence", PAST_DECODER_AXIS)
+"""Axes of what writes, of a decoder alone and of one behind an encoder."""
+
+
+def choose_all(
+    minimum: str | None,
+    optimum: str | None,
+    maximum: str | None,
+    axes: Sequence[str],
+    max_length: int | None,
+    *,
+    max_new_tokens: int | None = None,
+    configured: int | None = None,
+) -> tuple[Profile, ...]:
+    """The profiles of an engine, checked: one as `choose` has it; for a graph with a past, "prefill" and "steps".
+
+    With a past, --min, --opt and --max are batch x prompt length (behind an encoder: the source's length), and
+    `max_new_tokens` is what can be written after the longest prompt: unless given, `configured` (the checkpoint's own)
+    or DEFAULT_NEW_TOKENS, cut to the model's limit. "prefill" reads up to the longest prompt, behind an encoder all
+    that can be written, after as much of a past as still fits; "steps" reads one token after any past.
+
+    Raises UsageError as `choose` does, for new tokens past the model's limit, and for new tokens without a past.
+    """
+    past = next((axis for axis in axes if axis in _PASTS), "")
+    if not past:
+        if max_new_tokens is not None:
+            raise UsageError(
+                "--max-new-tokens is for a model that writes with a cache, and this one does not: leave it"
+            )
+        return (choose(minimum, optimum, maximum, axes, max_length),)
+    read = choose(minimum, optimum, maximum, ("batch", "sequence"), max_length)
+    alone = past == PAST_AXIS
+    new = max_new_tokens if max_new_tokens is not None else configured or DEFAULT_NEW_TOKENS
+    if new < 1:
+        raise UsageError(f"--max-new-tokens {new}: nothing would be written; give 1 or more")
+    # The decoder's own prompt: behind an encoder it is the start token.
+    prompt = {level: sizes["sequence"] if alone else 1 for level, sizes in _levels(read).items()}
+    if max_new_tokens is not None and max_length is not None:
+        # The last token is written and never read. Of a length that nobody chose, what is left is what counts.
+        longest = prompt["max"] if maximum is not None else prompt["min"]
+        if longest + new - 1 > max_length:
+            what = f"a prompt of {longest:,}" if alone else "the start token"
+            raise UsageError(
+                f"--max-new-tokens {new}: after {what} that is past this model's limit of {max_length:,} tokens; "
+                f"give at most {max_length - longest + 1:,}"
+            )
+    total = prompt["max"] + new if max_length is None else min(prompt["max"] + new, max_length)
+    longest = prompt["max"] if alone else total
+    usual = min(prompt["opt"] + new // 2, total - 1)
+    sizes = {
+        PREFILL: ((prompt["min"], 0), (prompt["opt"], 0), (longest, total - longest)),
+        STEPS: ((1, 0), (1, usual), (1, total - 1)),
+    }
+    tokens = "sequence" if alone else "decoder_sequence"
+    made = tuple(replace(_with_past(read, tokens, past, levels, axes), name=name) for name, levels in sizes.items())
+    for profile in made:
+        check(profile, axes, max_length)
+    return made
+
+
+def _levels(profile: Profile) -> dict[str, Sizes]:
+    return {"min": profile.min, "opt": profile.opt, "max": profile.max}
+
+
+def _with_past(read: Profile, tokens: str, past: str, sizes: Sequence[tuple[int, int]], axes: Sequence[str]) -> Profile:
+    """`read` with these sizes of new tokens and of the past, and the sums that follow, in the order of `axes`."""
+    levels = []
+    for level, (new, held) in zip(_levels(read).values(), sizes, strict=True):
+        known = {**level, tokens: new, past: held}
+        known |= {axis: known[of] + known[and_] for axis, (of, and_) in _SUMS.items() if of in known and and_ in known}
+        levels.append({axis: known[axis] for axis in axes if axis in known})
+    least, usual, most = levels
+    return Profile(least, usual, most)
+
+
+def configured_tokens(directory: Path) -> int | None:
+    """`max_new_tokens` of the generation_config.json in `directory`; None where it does not say."""
+    try:
+        said = json.loads((directory / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    value = said.get("max_new_tokens") if isinstance(said, dict) else None
+    return value if type(value) is int and value > 0 else None
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
 
 
 def shapes(profile: Profile, inputs: Sequence[TensorSpec]) -> dict[str, tuple[Shape, Shape, Shape]]:
@@ -194,8 +322,32 @@ def outside(profile: Profile, inputs: Sequence[TensorSpec], given: Mapping[str, 
                 return f"{_word(axis)} {size} is under the engine's profile {profile.min[axis]}"
             elif agreed.setdefault(axis, size) != size:
                 return f"input {spec.name} has {axis} {size}, another input {agreed[axis]}"
+    for axis, (of, and_) in _SUMS.items():
+        if {axis, of, and_} <= agreed.keys() and agreed[axis] != agreed[of] + agreed[and_]:
+            return f"{axis} {agreed[axis]} is not {of} {agreed[of]} and {and_} {agreed[and_]} together"
     return ""
 
 
+def fitting(profiles: Sequence[Profile], inputs: Sequence[TensorSpec], given: Mapping[str, Shape]) -> int:
+    """Which profile a batch of these shapes is run by: the last that takes it, since the narrower stand behind.
+
+    Raises OutOfProfile, in one line, where none does.
+    """
+    reasons = [outside(profile, inputs, given) for profile in profiles]
+    fits = [number for number, reason in enumerate(reasons) if not reason]
+    if fits:
+        return fits[-1]
+    if len(set(reasons)) == 1:
+        raise OutOfProfile(reasons[0])
+    raise OutOfProfile("; ".join(f"{p.name}: {reason}" for p, reason in zip(profiles, reasons, strict=True)))
+
+
 def _word(axis: str) -> str:
-    return {"sequence": "length", "decoder_sequence": "decoder length"}.get(axis, axis)
+    words = {
+        "sequence": "length",
+        "decoder_sequence": "decoder length",
+        PAST_AXIS: "past",
+        PAST_DECODER_AXIS: "past",
+        TOTAL_AXIS: "past and new together",
+    }
+    return words.get(axis, axis)

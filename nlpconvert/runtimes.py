@@ -40,7 +40,8 @@ RUNTIMES: dict[str, Runtime] = {
 }
 
 
-WRITERS: dict[str, str] = {"onnx": "nlpconvert.backends.writing"}
+_AHEAD = 64 << 20
+WRITERS: dict[str, str] = {"onnx": "nlpconvert.backends.writing", "tensorrt": "nlpconvert.backends.trt_writing"}
 """By format, what writes with a cache."""
 
 
@@ -105,13 +106,13 @@ def lacks(package: str) -> bool:
     return importlib.util.find_spec(package) is None
 
 
-def ahead(session: Session, batches: Sequence[Batch]) -> Iterator[Callable[[], dict[str, np.ndarray]]]:
-    """For each batch what gives its answers, or raises what the runtime raised.
+def ahead(session: Session, batches: Sequence[Batch], most: int) -> Iterator[Callable[[], dict[str, np.ndarray]]]:
+    """For each batch what gives its answers, or raises what the runtime raised. `most`: bytes of the largest answers.
 
-    A session that may be asked from another thread (`concurrent`) runs a batch while the one before is judged; so two
-    batches' answers are held at once.
+    A session that may be asked from another thread (`concurrent`) runs a batch while the one before is judged, unless
+    two batches' answers at once would be much.
     """
-    if not getattr(session, "concurrent", False):
+    if not getattr(session, "concurrent", False) or most > _AHEAD:
         for batch in batches:
             yield functools.partial(session.run, batch)
         return

@@ -13,7 +13,9 @@ python=${PYTHON:-python3}
 out=${1:-./gpu-report}
 report=$out/gpu_report.md
 parts=(pytorch torchscript onnxruntime-cuda)
-for flavour in tensorrt tensorrt-rtx; do parts+=("$flavour" "$flavour-fp16" "$flavour-int8"); done
+for flavour in tensorrt tensorrt-rtx; do
+    parts+=("$flavour" "$flavour-fp16" "$flavour-int8" "$flavour-write" "$flavour-fp16-write")
+done
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
@@ -43,6 +45,11 @@ row() {
     say "| $1 | $2 | $3 |"
 }
 
+# Whether a model writes token by token.
+writes() {
+    grep -qE '(LMHeadModel|ForCausalLM|ForConditionalGeneration)"' "$1/config.json" 2>/dev/null
+}
+
 # The command of a part for a model, in the array `command`.
 command_of() {
     local part=$1 model=$2 directory=$3
@@ -52,6 +59,10 @@ command_of() {
             command=("$python" -m nlpconvert run "$model" -o "$directory" --to torchscript --device cuda) ;;
         onnxruntime-cuda)
             command=("$python" -m nlpconvert run "$model" -o "$directory" --to onnx --device cuda --provider cuda) ;;
+        *-write)  # with the engine that the part of that name has built
+            local built=${part%-write} step=trt
+            case $built in *-fp16) step=trt-fp16 ;; esac
+            command=("$python" "$root/scripts/gpu_check.py" write "$out/$built/$(basename "$model")" "$step" "$model") ;;
         *-fp16|*-int8)
             command=("$python" -m nlpconvert trt "$model" -o "$directory" "--${part##*-}" --runtime "${part%-*}" --device cuda) ;;
         *)
@@ -110,7 +121,10 @@ for part in "${parts[@]}"; do
         row "$part" "-" "not run: there is no model under fixtures/"
         continue
     fi
-    for model in "${models[@]}"; do run_part "$part" "$model"; done
+    for model in "${models[@]}"; do
+        case $part in *-write) writes "$model" || continue ;; esac
+        run_part "$part" "$model"
+    done
 done
 
 say ""

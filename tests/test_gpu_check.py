@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
 
 from nlpconvert import engines
@@ -14,11 +17,11 @@ from nlpconvert import engines
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "gpu_check.sh"
 
 
-def check(directory: Path, python: str) -> tuple[int, str]:
+def check(directory: Path, python: str, fixtures: str = "bert") -> tuple[int, str]:
     """Exit status and report of one run."""
     process = subprocess.run(
         ["bash", str(SCRIPT), str(directory / "report")],
-        env={**os.environ, "PYTHON": python, "FIXTURES": "bert"},
+        env={**os.environ, "PYTHON": python, "FIXTURES": fixtures},
         capture_output=True,
         text=True,
         check=False,
@@ -35,7 +38,7 @@ def played(directory: Path, *, missing: str = "", codes: str = "0") -> str:
         'case "$*" in\n'
         "  *gpu_check.py\\ gpu) echo 'Played GPU' ;;\n"
         f"  *gpu_check.py\\ missing*) {missing or ':'} ;;\n"
-        f"  *gpu_check.py\\ pytorch*|*nlpconvert*) echo 'last line'; {codes} ;;\n"
+        f"  *gpu_check.py\\ pytorch*|*gpu_check.py\\ write*|*nlpconvert*) echo 'last line'; {codes} ;;\n"
         "  *) exit 0 ;;\n"
         "esac\n"
     )
@@ -87,3 +90,50 @@ def test_no_python_is_a_wrong_start(tmp_path: Path) -> None:
     status, said = check(tmp_path, str(tmp_path / "nowhere"))
     assert status == 2
     assert "is not Python 3.11 or newer: set PYTHON" in said
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def test_only_models_that_write_are_asked_to(tmp_path: Path) -> None:
+    python = played(tmp_path, codes='case "$*" in *write*trt-fp16*) exit 1 ;; esac')
+    status, report = check(tmp_path, python, "gpt2-lm bert-text-classifier t5-seq2seq")
+    assert status == 1
+    assert "| tensorrt-rtx-write | gpt2-lm | agrees |" in report
+    assert "| tensorrt-fp16-write | t5-seq2seq | FAILED, exit 1 (see tensorrt-fp16-write-t5-seq2seq.log) |" in report
+    assert "-write | bert-text-classifier" not in report
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """scripts/gpu_check.py as a module."""
+    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT.with_suffix(".py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_parts_are_asked_for_by_what_they_are_of(script: ModuleType) -> None:
+    assert script._of("tensorrt-rtx-fp16-write") == "tensorrt-rtx" and script._of("tensorrt-int8") == "tensorrt"
+    assert script._of("onnxruntime-cuda") == "onnxruntime-cuda" and script._of("tensorrtx") == ""
+    assert script.main(["missing", "tensorrt-rtx-fp16"]) == 0
+    assert script.main(["missing", "nothing"]) == 2
+
+
+def test_where_two_texts_part(script: ModuleType) -> None:
+    reference = np.array([[3, 1, 2], [3, 1, 0], [3, 1, 2]])
+    logits = [np.array([[0, 9.0, 10, 20]] * 3), np.array([[0, 10, 9.999, 0]] * 3), np.array([[8.0, 0, 10, 0]] * 3)]
+    same = reference.copy()
+    same[1, 2] = 7  # behind its end a row's tokens mean nothing
+    lines, agrees = script.parted(reference, same, (3, 2, 3), logits, 1e-3)
+    assert agrees and lines[1] == "row 1: 2 tokens, the same"
+    near = reference.copy()
+    near[0, 1:] = 2, 3
+    lines, agrees = script.parted(reference, near, (3, 2, 3), logits, 1e-3)
+    assert agrees and lines[0] == "row 0: 1 tokens the same, then a near tie, logits 1.0e-04 of the largest apart"
+    wrong = reference.copy()
+    wrong[2, 2] = 0
+    lines, agrees = script.parted(reference, wrong, (3, 2, 3), logits, 1e-3)
+    assert not agrees and lines[2] == "row 2: 2 tokens the same, then DRIFT, logits 2.0e-01 of the largest apart"
+    assert not script.parted(reference, reference[:, :2], (3, 2, 3), logits, 1e-3)[1]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from nlpconvert import profiles
 from nlpconvert.artifact import TensorSpec
-from nlpconvert.errors import UsageError
+from nlpconvert.cache_names import CacheLayer, past
+from nlpconvert.errors import OutOfProfile, UsageError
 from nlpconvert.models import input_axes
 from nlpconvert.profiles import Profile
 
@@ -155,3 +161,150 @@ def test_outside_names_a_missing_input() -> None:
         profiles.outside(profile(), INPUTS, {"input_ids": (4, 9)})
         == "the batch lacks the engine's input attention_mask"
     )
+
+
+# -- models that write -------------------------------------------------------------------------------------------------
+
+DECODER, PAIR = profiles.DECODER_AXES, profiles.PAIR_AXES
+NOTHING = (None, None, None)
+LAYERS = (CacheLayer(2, 8, 8),)
+WRITING = (
+    TensorSpec("input_ids", "int64", ("batch", "sequence")),
+    TensorSpec("attention_mask", "int64", ("batch", "total_sequence")),
+    *past(LAYERS),
+)
+
+
+def test_axes_of_graphs_with_a_past() -> None:
+    assert profiles.dynamic_axes(spec.shape for spec in WRITING) == DECODER
+    pair = (
+        TensorSpec("input_ids", "int64", ("batch", "decoder_sequence")),
+        TensorSpec("encoder_attention_mask", "int64", ("batch", "sequence")),
+        *past(LAYERS, "past_decoder_sequence", "decoder"),
+        *past(LAYERS, "sequence", "encoder"),
+    )
+    assert profiles.dynamic_axes(spec.shape for spec in pair) == PAIR
+
+
+def test_prompts_and_steps_of_a_decoder() -> None:
+    prefill, steps = profiles.choose_all("1x1", "4x16", "8x64", DECODER, 1024, max_new_tokens=100)
+    assert str(prefill) == "prefill 1x1x0 / 4x16x0 / 8x64x100"
+    assert str(steps) == "steps 1x1x0 / 4x1x66 / 8x1x163"
+    for each in (prefill, steps):
+        for level in (each.min, each.opt, each.max):
+            assert list(level) == list(DECODER)
+            assert level["total_sequence"] == level["sequence"] + level["past_sequence"]
+    assert prefill.max["total_sequence"] == steps.max["total_sequence"] == 164
+    assert [profiles.from_data(json.loads(json.dumps(each.as_data()))) for each in (prefill, steps)] == [prefill, steps]
+
+
+def test_prompts_and_steps_behind_an_encoder() -> None:
+    prefill, steps = profiles.choose_all("1x1", "4x16", "8x64", PAIR, None, max_new_tokens=100)
+    assert str(prefill) == "prefill 1x1x1x0 / 4x16x1x0 / 8x64x101x0"
+    assert str(steps) == "steps 1x1x1x0 / 4x16x1x51 / 8x64x1x100"
+    assert prefill.of(("batch", "sequence")) == profiles.parse("1x1", "4x16", "8x64", AXES)
+
+
+@pytest.mark.parametrize(
+    ("axes", "limit", "options", "longest", "total"),
+    [
+        (DECODER, 1024, {}, 512, 768),
+        (DECODER, 1024, {"configured": 20}, 512, 532),
+        (DECODER, 1024, {"configured": 20, "max_new_tokens": 30}, 512, 542),
+        (DECODER, 1024, {"max_new_tokens": 1000}, 512, 1024),  # cut: nobody chose the length of the prompts
+        (DECODER, 64, {}, 64, 64),
+        (DECODER, 64, {"max_new_tokens": 64}, 64, 64),
+        (DECODER, None, {}, 512, 768),
+        (PAIR, None, {}, 257, 257),
+        (PAIR, 64, {"configured": 256}, 64, 64),
+        (PAIR, 64, {"max_new_tokens": 20}, 21, 21),
+    ],
+)
+def test_default_profiles_stay_within_the_limit(
+    axes: tuple[str, ...], limit: int | None, options: Mapping[str, Any], longest: int, total: int
+) -> None:
+    prefill, steps = profiles.choose_all(*NOTHING, axes, limit, **options)
+    new, held = ("sequence", "past_sequence") if axes == DECODER else ("decoder_sequence", "past_decoder_sequence")
+    assert prefill.max[new] == longest and prefill.max[held] == total - longest
+    assert steps.max[held] == total - 1 and steps.min[held] == 0 and steps.max[new] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "axes", "new", "message"),
+    [
+        (
+            ("1x1", "4x16", "8x60"),
+            DECODER,
+            6,
+            "--max-new-tokens 6: after a prompt of 60 that is past this model's limit ",
+        ),
+        (("1x1", "4x16", "8x60"), DECODER, 6, "of 64 tokens; give at most 5"),
+        (NOTHING, DECODER, 65, "after a prompt of 1 that is past this model's limit of 64 tokens; give at most 64"),
+        (NOTHING, PAIR, 65, "after the start token that is past this model's limit of 64 tokens; give at most 64"),
+        (NOTHING, DECODER, 0, "--max-new-tokens 0: nothing would be written"),
+        (("1x1", "4x16", "8x65"), DECODER, 1, "--max has sequence 65, over this model's limit of 64 tokens"),
+        (("1x1", "4x16", "8x65"), PAIR, 1, "--max has sequence 65, over this model's limit of 64 tokens"),
+        (("1x1x1", "4x16", "8x60"), PAIR, 1, '--min "1x1x1" has 3 sizes: this model takes 2, batchxsequence'),
+        (NOTHING, AXES, 5, "--max-new-tokens is for a model that writes with a cache, and this one does not"),
+    ],
+)
+def test_new_tokens_that_are_refused(given: Any, axes: tuple[str, ...], new: int, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        profiles.choose_all(*given, axes, 64, max_new_tokens=new)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_just_fits_is_not_refused() -> None:
+    """The last token is written and never read: 60 and 5 fill 64."""
+    assert profiles.choose_all("1x1", "4x16", "8x60", DECODER, 64, max_new_tokens=5)[1].max["past_sequence"] == 63
+
+
+def test_without_a_past_there_is_one_profile() -> None:
+    assert profiles.choose_all(*NOTHING, AXES, 384) == (profiles.choose(*NOTHING, AXES, 384),)
+
+
+def of(rows: int, new: int, held: int, mask: int | None = None) -> dict[str, tuple[int, ...]]:
+    """Shapes of a call of the decoder."""
+    arrays = {"input_ids": (rows, new), "attention_mask": (rows, new + held if mask is None else mask)}
+    return arrays | {f"past_key_values.0.{kind}": (rows, 2, held, 8) for kind in ("key", "value")}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "number"),
+    [(of(2, 24, 0), 0), (of(2, 1, 0), 1), (of(4, 1, 43), 1), (of(1, 24, 20), 0), (of(1, 2, 20), 0)],
+)
+def test_a_call_is_run_by_the_narrowest_profile(shapes: Mapping[str, tuple[int, ...]], number: int) -> None:
+    chosen = profiles.choose_all("1x1", "2x8", "4x24", DECODER, 64, max_new_tokens=20)
+    assert profiles.fitting(chosen, WRITING, shapes) == number
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        (
+            of(2, 25, 0),
+            "prefill: length 25 is over the engine's profile 24; steps: length 25 is over the engine's profi",
+        ),
+        (
+            of(2, 3, 21),
+            "prefill: past 21 is over the engine's profile 20; steps: length 3 is over the engine's profile",
+        ),
+        (of(5, 1, 0), "batch 5 is over the engine's profile 4"),
+        (of(2, 1, 9, mask=12), "total_sequence 12 is not past_sequence 9 and sequence 1 together"),
+    ],
+)
+def test_a_call_that_no_profile_takes(shapes: Mapping[str, tuple[int, ...]], reason: str) -> None:
+    chosen = profiles.choose_all("1x1", "2x8", "4x24", DECODER, 64, max_new_tokens=20)
+    with pytest.raises(OutOfProfile) as caught:
+        profiles.fitting(chosen, WRITING, shapes)
+    assert str(caught.value).startswith(reason) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [('{"max_new_tokens": 99}', 99), ('{"max_length": 20}', None), ("[]", None), ("{", None), (None, None)],
+)
+def test_new_tokens_of_the_checkpoint(text: str | None, found: int | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "generation_config.json").write_text(text)
+    assert profiles.configured_tokens(tmp_path) == found

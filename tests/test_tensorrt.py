@@ -9,7 +9,7 @@ import ctypes
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,7 +142,8 @@ def test_an_engine_and_its_sidecar_are_built(engine: Artifact, onnx_model: Artif
     version = engines.installed_flavours()["tensorrt-rtx"]
     assert (sidecar.flavour, sidecar.builder) == ("tensorrt-rtx", version)
     assert sidecar.compute_capabilities == ("8.0", "8.6", "8.9", "12.0", "12.1")
-    assert sidecar.profile == PROFILE
+    assert sidecar.profiles == (PROFILE,)
+    assert engine.made_by["profiles"] == [PROFILE.as_data()]
     assert sidecar.onnx == onnx_model.files
     assert sidecar.engine_sha256 == engine.sha256
     assert not sidecar.tf32
@@ -403,7 +404,7 @@ SIDECAR = Sidecar(
     hardware_compatibility=False,
     precision="float32",
     tf32=False,
-    profile=PROFILE,
+    profiles=(PROFILE,),
     onnx={"model.onnx": "a" * 64},
     engine_sha256="b" * 64,
 )
@@ -433,6 +434,13 @@ def test_cannot_run(sidecar: Sidecar, here: Here, reason: str) -> None:
 
 def test_a_sidecar_comes_back(tmp_path: Path) -> None:
     engines.write_sidecar(tmp_path / "model.engine", SIDECAR)
+    assert engines.read_sidecar(tmp_path / "model.engine") == SIDECAR
+
+
+def test_a_sidecar_of_before_there_were_several_profiles_is_read(tmp_path: Path) -> None:
+    data = SIDECAR.as_data()
+    (only,) = data.pop("profiles")
+    (tmp_path / "model.engine.json").write_text(json.dumps({**data, "profile": only}))
     assert engines.read_sidecar(tmp_path / "model.engine") == SIDECAR
 
 
@@ -516,6 +524,7 @@ class FakeRunner:
     """A loaded engine: keeps what it is fed and answers with it."""
 
     version = "1.7.1"
+    profiles = 1
 
     def __init__(self, dtype: str = "int64", error: str = "") -> None:
         self.dtypes = {name: np.dtype(dtype) for name in ("input_ids", "attention_mask")}
@@ -523,7 +532,7 @@ class FakeRunner:
         self.error = error
         self.closed = False
 
-    def infer(self, feed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def infer(self, feed: Mapping[str, Any], profile: int = 0, keep: Collection[str] = ()) -> dict[str, Any]:
         if self.error:
             raise RuntimeError(self.error)
         self.fed = dict(feed)
@@ -535,7 +544,7 @@ class FakeRunner:
 
 def session_of(runner: FakeRunner, profile: Profile = PROFILE) -> backend.EngineSession:
     specs = tuple(TensorSpec(name, "int64", AXES) for name in runner.dtypes)
-    return backend.EngineSession(runner, specs, profile, provider="tensorrt-rtx 1.7.1 on a GPU", precision="float32")
+    return backend.EngineSession(runner, specs, (profile,), provider="tensorrt-rtx 1.7.1 on a GPU", precision="float32")
 
 
 def batch_of(rows: int, length: int) -> dict[str, np.ndarray]:

@@ -48,9 +48,10 @@ _MIB = 1 << 20
 def build(request: dict[str, Any]) -> dict[str, Any]:
     """Builds the engine of a request and writes it to request["engine"], by rename.
 
-    The request: `onnx` and `engine` (paths), `shapes` (input name -> [min, opt, max]), `tf32`, `workspace` (MiB or
-    None), `hardware_compatibility`, `timing_cache` (path or None), `compute_capabilities` (TensorRT-RTX: a list, or
-    None for all that can do float32). Returns what was built: versions, capabilities, the network's inputs and outputs.
+    The request: `onnx` and `engine` (paths), `profiles` (of each, input name -> [min, opt, max]), `tf32`, `workspace`
+    (MiB or None), `hardware_compatibility`, `timing_cache` (path or None), `compute_capabilities` (TensorRT-RTX: a
+    list, or None for all that can do float32). Returns what was built: versions, capabilities, the network's inputs and
+    outputs.
 
     Raises ValueError when the request does not fit the network; whatever polygraphy raises passes.
     """
@@ -60,7 +61,7 @@ def build(request: dict[str, Any]) -> dict[str, Any]:
     outputs = [_spec(network.get_output(index)) for index in range(network.num_outputs)]
     capabilities = _capabilities(request["compute_capabilities"])
     config = PostprocessConfig(
-        _config(request, _profile(request["shapes"], inputs)),
+        _config(request, [_profile(shapes, inputs) for shapes in request["profiles"]]),
         lambda _builder, _network, config: _set_capabilities(config, capabilities),
     )
     started = time.perf_counter()
@@ -109,8 +110,8 @@ def _profile(shapes: dict[str, list[list[int]]], inputs: list[dict[str, Any]]) -
     return profile
 
 
-def _config(request: dict[str, Any], profile: Profile) -> CreateConfig:
-    options: dict[str, Any] = {"profiles": [profile], "tf32": request["tf32"]}
+def _config(request: dict[str, Any], profiles: list[Profile]) -> CreateConfig:
+    options: dict[str, Any] = {"profiles": profiles, "tf32": request["tf32"]}
     if request["workspace"] is not None:
         options["memory_pool_limits"] = {trt.MemoryPoolType.WORKSPACE: request["workspace"] * _MIB}
     if request["hardware_compatibility"]:

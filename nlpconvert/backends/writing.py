@@ -6,7 +6,7 @@ decoder is one graph; an encoder-decoder is two, of which the encoder's runs onc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,12 @@ class _Graph:
     outputs: tuple[str, ...]
     device: str
 
-    def run(self, arrays: Mapping[str, np.ndarray], held: Mapping[str, Any]) -> dict[str, Any]:
-        """OrtValues by output name; `held` are OrtValues, bound as they lie."""
+    def run(self, arrays: Mapping[str, np.ndarray], held: Mapping[str, Any]) -> tuple[np.ndarray, dict[str, Any]]:
+        """The logits, float32 (batch, n, vocabulary), and the other outputs as OrtValues by name.
+
+        `held` are OrtValues, bound as they lie. What is read here comes to the host, where it may as well be written
+        at once; the cache stays where it is made.
+        """
         binding = self.session.io_binding()
         for name, array in arrays.items():
             if name in self.inputs:
@@ -42,11 +46,24 @@ class _Graph:
         for name, value in held.items():
             if name in self.inputs:
                 binding.bind_ortvalue_input(name, value)
+        logits = self._room(arrays["input_ids"].shape)
         for name in self.outputs:
-            # What is read here comes to the host; the cache stays where it is made.
-            binding.bind_output(name, "cpu" if name == "logits" else self.device)
+            if name == "logits" and logits is not None:
+                binding.bind_output(name, "cpu", 0, logits.dtype, logits.shape, logits.ctypes.data)
+            else:
+                binding.bind_output(name, "cpu" if name == "logits" else self.device)
         self.session.run_with_iobinding(binding)
-        return dict(zip(self.outputs, binding.get_outputs(), strict=True))
+        made = dict(zip(self.outputs, binding.get_outputs(), strict=True))
+        own = made.pop("logits", None)
+        logits = own.numpy() if logits is None and own is not None else logits
+        return np.zeros(0, np.float32) if logits is None else logits.astype(np.float32, copy=False), made
+
+    def _room(self, shape: Sequence[int]) -> np.ndarray | None:
+        """Where the logits go; None where the graph does not say how many there are."""
+        own = next((value for value in self.session.get_outputs() if value.name == "logits"), None)
+        if own is None or not isinstance(own.shape[-1], int):
+            return None
+        return np.empty((*shape, own.shape[-1]), TYPES[own.type])
 
 
 class OnnxWriter:
@@ -65,7 +82,7 @@ class OnnxWriter:
         state.cache = self._empty(state.rows)
         if self._encoder is not None:
             source = {"input_ids": np.asarray(prompts["input_ids"]), "attention_mask": state.mask}
-            made = self._encoder.run(source, {})
+            _, made = self._encoder.run(source, {})
             state.cache |= {past_of(name): value for name, value in made.items() if is_present(name)}
             if "encoder_hidden_states" in self._decoder.inputs:
                 state.cache["encoder_hidden_states"] = made["last_hidden_state"]
@@ -82,11 +99,10 @@ class OnnxWriter:
             arrays["attention_mask"] = state.seen_mask(count)
             if "position_ids" in self._decoder.inputs:
                 arrays["position_ids"] = state.positions(count)
-        made = self._decoder.run(arrays, state.cache)
-        logits: np.ndarray = made.pop("logits").numpy()
+        logits, made = self._decoder.run(arrays, state.cache)
         state.cache |= {past_of(name): value for name, value in made.items()}
         state.length += count
-        return logits if logits.dtype == np.float32 else logits.astype(np.float32)
+        return logits
 
     def reorder(self, state: State, rows: np.ndarray) -> None:
         """As `Writer.reorder`."""
