@@ -231,7 +231,7 @@ def table_rows(outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
             "step": outcome.step,
             "size": wording.size(outcome.bytes) if outcome.bytes else "",
             "verdict": STATUS_WORDS[outcome.status] + (f": {outcome.reason}" if _unmeasured(outcome) else ""),
-            "worst": _worst(Comparison.from_dict(outcome.verdict["comparison"])) if outcome.verdict else "",
+            "worst": _worst_of(outcome.verdict) if outcome.verdict else "",
             "tried": _tried(outcome) if outcome.verdict else "",
             "seconds": "reused" if outcome.reused else f"{outcome.seconds:.1f}",
         }
@@ -241,6 +241,13 @@ def table_rows(outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
 
 def _unmeasured(outcome: Outcome) -> bool:
     return outcome.verdict is None and bool(outcome.reason)
+
+
+def _worst_of(verdict: Mapping[str, Any]) -> str:
+    """The worst of the outputs; where they agree and what is written does not, the worst of that."""
+    comparison = Comparison.from_dict(verdict["comparison"])
+    written = report_written.worst(verdict.get("written", {}))
+    return written if written and comparison.agrees else _worst(comparison)
 
 
 def _worst(comparison: Comparison) -> str:

@@ -45,6 +45,15 @@ def lines(verdict: Mapping[str, Any], *, verbose: bool = True) -> Iterator[str]:
         yield _detail("not applicable", f"{name}: {why}")
 
 
+def worst(verdict: Mapping[str, Any]) -> str:
+    """What is furthest off, where something is: "single steps rel 7.4e-01"; "" where all agrees."""
+    off = [phase for phase in verdict.get("phases", ()) if not phase["agrees"] and not phase.get("not_judged")]
+    if not off:
+        return "other texts" if verdict.get("problems") else ""
+    most = max(off, key=lambda phase: float(phase["used"]))
+    return f"{most['name']} {wording.measured(verdict['tolerance']['measure'], float(most['measured']))}"
+
+
 def difference(each: Mapping[str, Any]) -> str:
     """Where a free text first differs."""
     other = "nothing" if each["candidate"] < 0 else each["candidate"]
