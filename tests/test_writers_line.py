@@ -52,7 +52,9 @@ def test_200_tokens_are_pytorchs_and_weights_stand_once(name: str, tmp_path: Pat
 
     loaded = load(str(model))
     data = sum(path.stat().st_size for path in artifact.directory.glob("*.data"))
-    assert data <= 1.05 * loaded.parameter_bytes
+    # At this size GPT-Neo's masks and M2M-100's table of positions, which are buffers, weigh as much as parameters.
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in loaded.module.buffers())
+    assert data <= 1.05 * (loaded.parameter_bytes + buffers)
 
     rng = np.random.default_rng(0)
     plain = [each for each in range(facts.vocab_size) if each not in facts.special_ids]
