@@ -125,13 +125,15 @@ def prepare(
     outliers: int = 0,
     strengths: Sequence[float] = STRENGTHS,
     largest: int = INT8,
+    wider: float = WIDER,
 ) -> Preparation:
     """The preparation with the least output error for `weight` (channels, outputs of all layers that share the input).
 
-    `outliers` channels of the widest range stay apart; `largest` is the largest integer of a weight.
+    `outliers` channels of the widest range stay apart; `largest` is the largest integer of a weight, `wider` what the
+    ranges that were seen are multiplied by.
     """
     shift = ((sample.low + sample.high) / 2).astype(np.float32)
-    span = np.maximum((sample.high - sample.low) / 2 * WIDER, _TINY)
+    span = np.maximum((sample.high - sample.low) / 2 * wider, _TINY)
     apart = np.sort(np.argsort(-span, kind="stable")[:outliers])
     inside = np.ones(len(span), bool)
     inside[apart] = False

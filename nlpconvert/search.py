@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nlpconvert import calibration, giveback, integers, reference
+from nlpconvert import cache_names, calibration, giveback, integers, own_words, reference, sampling
 from nlpconvert.artifact import Artifact
 from nlpconvert.errors import ConversionError
-from nlpconvert.integers import Preparation, Sample, Sampler
+from nlpconvert.integers import Preparation
 from nlpconvert.recipe import Candidate, Layer, Recipe
 from nlpconvert.validators import parity, tolerance
 from nlpconvert.validators.margins import Margins
@@ -38,12 +38,11 @@ ROOM = 0.7
 AVERAGE: Mapping[str, float] = {"int8": 0.1, "int4": 0.2}
 """How much closer the average has to be than the worst may be, for an embedding."""
 
-SAMPLE_TOKENS = 1024
-SAMPLE_BYTES = 2**30
-PASS_BYTES = 2**28
-"""Inner tensors that one pass over the texts gives out at a time."""
-
 REFERENCE_BYTES = 64 * 2**20
+
+WIDTHS = (1.5, 2.0)
+"""How much wider than what was seen a range may be where a model that writes is fitted on texts that are not its own:
+on those that it is made for its activations reach further."""
 
 LEVELS = (0, 24, 8)
 """Parts of a site's channels kept in floating point, by level: none, a 24th, an 8th, and then all of it."""
@@ -79,10 +78,15 @@ class Bench:
 
     def __post_init__(self) -> None:
         work = self.work
-        self.cases = calibration.cases(work.options, work.facts, work.encode, "select")
+        self.cases = calibration.asked(work, "select")
+        self.writes = own_words.Writes(
+            self.cases, work.facts, work.row.precision, keeps=cache_names.keeps(self.base.inputs)
+        )
         session = self.open(self.base.path)
         try:
             asked = reference.ask(session.run, self.cases, work.facts.outputs, REFERENCE_BYTES, work.progress)
+            for case in self.cases if self.writes.asks else ():
+                self.writes.ask(case, session.run(case.inputs))
         finally:
             session.close()
         self.answers = asked.answers
@@ -98,10 +102,12 @@ class Bench:
         decided = {
             row.name: Margins(row) for row in self.work.facts.outputs if self.tolerances[row.name].measure == "changed"
         }
+        writes = self.writes.fresh()
         session = self.open(path, base)
         try:
             for case in self.cases:
                 given = session.run(case.inputs)
+                writes.add(case, given)
                 judge.add(case, self.answers[case.name], given)
                 for name, margins in decided.items():
                     margins.add(case, self.answers[case.name][name], given[name])
@@ -115,6 +121,8 @@ class Bench:
         )
         energy = float(np.mean([each.relative_l2**2 for each in found.outputs]))
         worst = max(found.outputs, key=lambda each: each.tolerance.used(each.measured))
+        if writes.used > (used, ""):
+            return Score(writes.used[0], energy, writes.used[1])
         return Score(float(used), energy, f"{worst.tolerance.measure} {worst.measured:.5g}")
 
     def trial(self, change: Callable[[Any], None], base: Artifact | None = None) -> Path:
@@ -132,6 +140,11 @@ class Bench:
 
         data = derived.data_of(path, (base or self.base).directory)
         return onnxruntime.open_file(path, device="cpu", threads=self.work.options.threads, data=data)
+
+    @property
+    def foreign(self) -> bool:
+        """Whether a model that writes is fitted on texts that are not the user's."""
+        return self.work.options.data is None and any(map(own_words.is_own, self.cases))
 
     @property
     def late(self) -> bool:
@@ -157,67 +170,6 @@ def _used(row: OutputRow, found: OutputDiff, average: float, changing: float) ->
     return used
 
 
-# ---- what the layers' inputs look like ------------------------------------------------------------------------------
-
-
-def sample_inputs(bench: Bench, sites: Sequence[Any]) -> dict[str, Sample]:
-    """What every site's input looks like over the calibrate part, real tokens only. Streaming: bounded in memory."""
-    from nlpconvert.convert import derived
-
-    work = bench.work
-    run = calibration.runner(work, "calibrate")
-    width = sum(site.channels for site in sites)
-    most = max(64, min(SAMPLE_TOKENS, SAMPLE_BYTES // max(5 * width, 1)))
-    samplers = {site.name: Sampler(site.channels, most) for site in sites}
-    for group in _groups(sites, run.largest_tokens):
-        names = [value.name for site in group for value in site.inputs]
-        tapped = derived.tap(bench.base.path, bench.scratch / "tapped", names)
-        for case, values in run(tapped, names):
-            for site in group:
-                for value in site.inputs:
-                    try:
-                        samplers[site.name].add(*_real_tokens(case, values[value.name]))
-                    except ValueError as error:
-                        raise ConversionError(f"the input of {site.name} cannot be calibrated: {error}") from error
-    found = {}
-    for site in sites:
-        try:
-            found[site.name] = samplers[site.name].sample()
-        except ValueError as error:
-            raise ConversionError(f"the input of {site.name} cannot be calibrated: {error}") from error
-    return found
-
-
-def _groups(sites: Sequence[Any], tokens: int) -> list[list[Any]]:
-    """Sites in so many passes that what one gives out fits into PASS_BYTES."""
-    groups: list[list[Any]] = [[]]
-    size = 0
-    for site in sites:
-        need = 4 * tokens * site.channels * len(site.inputs)
-        if groups[-1] and size + need > PASS_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(site)
-        size += need
-    return groups
-
-
-def _real_tokens(case: Case, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, channels) of a layer's input and each token's text's length, without padding where its axes are those of
-    a mask."""
-    rows = np.asarray(values, np.float32)
-    for name in ("attention_mask", "decoder_attention_mask"):
-        mask = case.inputs.get(name)
-        if mask is not None and rows.ndim == 3:
-            real = mask.reshape(-1, mask.shape[-1]) != 0
-            if rows.shape[:2] == real.shape:
-                lengths = np.broadcast_to(real.sum(1, keepdims=True), real.shape)
-                return rows[real], lengths[real]
-    length = rows.shape[1] if rows.ndim > 2 else 1
-    rows = rows.reshape(-1, rows.shape[-1])
-    return rows, np.full(len(rows), length)
-
-
 # ---- static int8 ----------------------------------------------------------------------------------------------------
 
 
@@ -233,7 +185,8 @@ class Static:
             reasons = "; ".join(f"{name}: {why}" for name, why in list(self.found.left.items())[:3])
             raise ConversionError(f"no layer can go to int8{': ' if reasons else ''}{reasons}")
         self.sites = {site.name: site for site in self.found.sites}
-        self.samples = sample_inputs(bench, self.found.sites)
+        self.samples = sampling.sample_inputs(bench, self.found.sites)
+        self.wider = integers.WIDER
         self._prepared: dict[tuple[str, int], tuple[Preparation, dict[str, np.ndarray]]] = {}
         self.alone: dict[str, float] = {}
         self.candidates: list[Candidate] = []
@@ -250,6 +203,7 @@ class Static:
                 np.concatenate(list(arrays.values()), axis=1),
                 outliers=max(site.channels // part, 1) if part and site.channels > 1 else 0,
                 largest=self.largest,
+                wider=self.wider,
             )
             biases = {
                 each: integers.moved_mean(preparation, sample.rows, array, self.largest)
@@ -301,7 +255,7 @@ class Static:
         work = self.bench.work
         self.prove_exact()
         mixes = [dict.fromkeys(self.sites, 0)]
-        first = self._tried(mixes[0])
+        first = self._fitted(mixes[0])
         scores = {0: first}
         if first.used > ROOM:
             work.progress.start(f"{work.row.name}: which layers move the answers", len(self.sites))
@@ -333,10 +287,25 @@ class Static:
                 f"the rewrite of the layers' inputs is not exact here: it moves the answers by {moved:.1e}"
             )
 
-    def _tried(self, levels: Mapping[str, int]) -> Score:
+    def _fitted(self, levels: Mapping[str, int]) -> Score:
+        """A mix's score with the width of ranges that moves least, which is kept; one is tried where texts are the
+        model's own."""
+        found = {self.wider: self._tried(levels)}
+        for wider in WIDTHS if self.bench.foreign else ():
+            self._widen(wider)
+            found[wider] = self._tried(levels, f", ranges {wider:g} times as wide")
+        self._widen(min(found, key=lambda each: found[each].used))
+        return found[self.wider]
+
+    def _widen(self, wider: float) -> None:
+        if wider != self.wider:
+            self.wider = wider
+            self._prepared.clear()
+
+    def _tried(self, levels: Mapping[str, int], more: str = "") -> Score:
         score = self.score(levels)
         share = self.recipe(levels).share
-        self.candidates.append(Candidate(f"static, {share:.0%}", score.text, score.used, 0.0, share))
+        self.candidates.append(Candidate(f"static, {share:.0%}{more}", score.text, score.used, 0.0, share))
         return score
 
     def _measure_alone(self, whole: Score) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from nlpconvert import blocks, giveback, integers, search
+from nlpconvert import blocks, giveback, integers, sampling, search
 from nlpconvert.errors import ConversionError
 from nlpconvert.recipe import Candidate, Layer, Recipe
 
@@ -78,7 +78,7 @@ class Mixes(ABC):
             reasons = "; ".join(f"{name}: {why}" for name, why in list(self.found.left.items())[:3])
             raise ConversionError(f"no layer can be quantized{': ' if reasons else ''}{reasons}")
         self.sites = {site.name: site for site in self.found.sites}
-        samples = search.sample_inputs(bench, self.found.sites)
+        samples = sampling.sample_inputs(bench, self.found.sites)
         self.mean = {name: _mean(each.rows) for name, each in samples.items()}
         self.rows = {name: each.rows[:: max(len(each.rows) // ERROR_ROWS, 1)] for name, each in samples.items()}
         self.alone: dict[str, float] = {}

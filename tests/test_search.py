@@ -24,6 +24,7 @@ from nlpconvert import (
     pipeline,
     plan,
     recipe,
+    sampling,
     search,
     source,
 )
@@ -380,7 +381,7 @@ def test_calibration_is_padded_as_in_production_and_padding_is_not_counted() -> 
     case = next(case for case in cases if (case.inputs["attention_mask"] == 0).any())
     mask = case.inputs["attention_mask"]
     values = np.where(mask[..., None] != 0, np.float32(1), np.float32(1e9)) * np.ones((*mask.shape, 3), np.float32)
-    rows, lengths = search._real_tokens(case, values)
+    rows, lengths = sampling._real_tokens(case, values)
     assert rows.max() == 1 and len(rows) == mask.sum() == len(lengths)
     assert set(lengths) == set(mask.sum(1))
 
@@ -388,14 +389,14 @@ def test_calibration_is_padded_as_in_production_and_padding_is_not_counted() -> 
 def test_calibration_runs_in_bounded_memory(model_of: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch) -> None:
     """Few inner tensors at a time where they are large; the ranges are the same."""
     model = model_of("bert")
-    whole = search.sample_inputs(model.bench, model.static.found.sites)
-    monkeypatch.setattr(search, "PASS_BYTES", 1)
-    assert len(search._groups(model.static.found.sites, 100)) == len(model.static.found.sites)
-    one_by_one = search.sample_inputs(model.bench, model.static.found.sites)
+    whole = sampling.sample_inputs(model.bench, model.static.found.sites)
+    monkeypatch.setattr(sampling, "PASS_BYTES", 1)
+    assert len(sampling._groups(model.static.found.sites, 100)) == len(model.static.found.sites)
+    one_by_one = sampling.sample_inputs(model.bench, model.static.found.sites)
     for name, sample in whole.items():
         np.testing.assert_array_equal(sample.low, one_by_one[name].low)
         np.testing.assert_array_equal(sample.high, one_by_one[name].high)
-        assert len(sample.rows) <= search.SAMPLE_TOKENS * 5 // 4
+        assert len(sample.rows) <= sampling.SAMPLE_TOKENS * 5 // 4
         np.testing.assert_array_equal(sample.rows, one_by_one[name].rows)
 
 

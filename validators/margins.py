@@ -44,3 +44,64 @@ class Margins:
         sizes = np.sort(np.abs(moved))
         larger = len(sizes) - np.searchsorted(sizes, margins, side="right")
         return float(larger.mean() / len(sizes) / 2)
+
+
+class TextMargins:
+    """Sees texts that the reference wrote itself and now reads again: one is written the same as long as no token is.
+
+    Only the best two scores of the reference are kept.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._margins: list[np.ndarray] = []
+        self._moved: list[np.ndarray] = []
+        self.changed = 0
+
+    @property
+    def rows(self) -> int:
+        """Texts that a candidate has answered."""
+        return len(self._margins)
+
+    def reference(self, name: str, logits: np.ndarray, real: np.ndarray, sure: float = 0.0) -> None:
+        """The reference's logits of a case, (rows, tokens, vocabulary), and which tokens count, bool (rows, tokens).
+
+        A text in which the best score was ever less than `sure` above the next is left out.
+        """
+        best = np.argsort(-logits, axis=2, kind="stable")[:, :, :2]
+        scores = np.take_along_axis(logits, best, axis=2).astype(np.float64)
+        margins = scores[:, :, 0] - scores[:, :, 1]
+        unsure = (margins < sure) & real
+        self._kept[name] = best, margins, real & ~unsure.any(axis=1, keepdims=True)
+
+    def fresh(self) -> TextMargins:
+        """The same reference, and no candidate's answers yet."""
+        found = TextMargins()
+        found._kept = self._kept
+        return found
+
+    def add(self, name: str, logits: np.ndarray) -> None:
+        """A candidate's logits of a case. Raises KeyError for a case without reference."""
+        best, margins, counted = self._kept[name]
+        scores = np.take_along_axis(logits, best, axis=2).astype(np.float64)
+        moved = scores[:, :, 0] - scores[:, :, 1] - margins
+        other = logits.argmax(axis=2) != best[:, :, 0]
+        for row, inside in enumerate(counted):
+            if inside.any():
+                self._margins.append(margins[row, inside])
+                self._moved.append(moved[row, inside])
+                self.changed += bool(other[row, inside].any())
+
+    def expected(self) -> float:
+        """Share of texts that are expected to change at a token, as `Margins.expected` tells it of one decision."""
+        if not self._margins:
+            return 0.0
+        moved = np.concatenate(self._moved)
+        if not np.isfinite(moved).all():
+            return 1.0
+        sizes = np.sort(np.abs(moved))
+        kept = [
+            np.prod(1 - (len(sizes) - np.searchsorted(sizes, margins, side="right")) / len(sizes) / 2)
+            for margins in self._margins
+        ]
+        return float(1 - np.mean(kept))
