@@ -120,10 +120,12 @@ class _Asking:
         from nlpconvert.backends.pytorch_writing import PytorchWriter
 
         facts, encode = self.loaded.facts, self.loaded.encode
-        more = [each for each in before if passages.from_data(each)]
+        # As for the cases: a step that is added later is judged by the same texts as those that lie there.
+        more = [each for each in before if each.name.startswith((f"{passages.DATA}-", f"{passages.SHIPPED}-"))]
         texts = [] if encode is None else calibration.written_texts(self.options, facts, self.lower)
         if encode is not None and texts and (self.options.data is not None or not more):
-            more = passages.from_texts(facts, encode, texts, new=calibration.WRITTEN_NEW)
+            stem = passages.SHIPPED if self.options.data is None else passages.DATA
+            more = passages.from_texts(facts, encode, texts, new=calibration.WRITTEN_NEW, stem=stem)
         writer = PytorchWriter(self.loaded.module, facts)
         return writing.ask(writer, encode, self.progress, more=more, arithmetics=self._arithmetics())
 

@@ -49,8 +49,13 @@ class Work:
 
 
 def make(work: Work) -> Made:
-    """Makes the step with the converter that its row stands for."""
-    return MAKERS.get(work.row.name, MAKERS[work.row.format])(work)
+    """Makes the step with the converter that its row stands for; of an encoder-decoder's two graphs as one."""
+    from nlpconvert import pairs
+
+    maker = MAKERS.get(work.row.name, MAKERS[work.row.format])
+    if work.row.format == "onnx" and work.parent is not None and pairs.is_pair(work.parent):
+        return pairs.through(work, maker)
+    return maker(work)
 
 
 def _torchscript(work: Work) -> Made:

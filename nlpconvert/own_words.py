@@ -36,9 +36,6 @@ MOST_TOKENS = 64
 
 END, SHIPPED = "-written", "shipped"
 
-SURE = math.log(2)
-"""By so much the best score leads where a token is twice as likely as the next."""
-
 
 def is_own(case: Case) -> bool:
     """Whether the decoder of a case reads what the model itself wrote."""
@@ -110,14 +107,14 @@ class Writes:
 
     Texts are those of cases whose decoder reads what the model wrote. The user's own sources count where there are
     some; of the shipped ones, which may be what the model never learnt and answers with anything, those at which the
-    reference was SURE of every token. Perplexity is of texts that the reference finds likelier than by chance. Nothing
-    is seen of a model that keeps no cache, and so writes nothing.
+    reference was sure of every token, as the verdict has it. Perplexity is of texts that the reference finds likelier
+    than by chance. Nothing is seen of a model that keeps no cache, and so writes nothing.
     """
 
     def __init__(self, cases: Sequence[Case], facts: Facts, precision: str, keeps: bool) -> None:
         own = [case for case in cases if is_own(case)] if keeps else []
         users = [case for case in own if not case.name.startswith(SHIPPED)]
-        self._sure = 0.0 if users else SURE
+        self._sure = 0.0 if users else written_texts.SURE
         self._allowed = written_texts.allowed(precision, encodes(facts)) if keeps else None
         judged = self._allowed is not None and self._allowed.identical is not None
         self._own = {case.name for case in (users or own if judged else ())}

@@ -242,13 +242,17 @@ def standard(facts: Facts, encode: Encode | None, *, seed: int = 0) -> list[Pass
     return list(_pairs(kit)) if encodes(facts) else list(_prompts(kit))
 
 
-def from_data(passage: Passage) -> bool:
-    """Whether a passage was made by `from_texts`."""
-    return passage.name.startswith("data-")
+DATA, SHIPPED = "data", "shipped"
+"""How passages of the user's own texts, and of those that are shipped, are named."""
+
+
+def from_data(passage: str) -> bool:
+    """Whether a passage of this name holds the user's own texts."""
+    return passage.startswith(f"{DATA}-")
 
 
 def from_texts(
-    facts: Facts, encode: Encode, texts: Sequence[tuple[str, str]], *, new: int, batch: int = 8
+    facts: Facts, encode: Encode, texts: Sequence[tuple[str, str]], *, new: int, batch: int = 8, stem: str = DATA
 ) -> list[Passage]:
     """Texts, each with its target, as passages "data-0001", ... of `batch` rows, cut at TEXT_TOKENS.
 
@@ -259,7 +263,7 @@ def from_texts(
     made = []
     for number, at in enumerate(range(0, len(texts), batch), start=1):
         part = texts[at : at + batch]
-        name, about = f"data-{number:04d}", f"rows {at + 1} to {at + len(part)} of the data"
+        name, about = f"{stem}-{number:04d}", f"rows {at + 1} to {at + len(part)} of the {stem} texts"
         if encodes(facts):
             targets = [kit.texts.target(target) for _, target in part]
             size = min(TEXT_TOKENS, *(len(target) for target in targets))

@@ -58,6 +58,7 @@ def difference(each: Mapping[str, Any]) -> str:
     """Where a free text first differs."""
     other = "nothing" if each["candidate"] < 0 else each["candidate"]
     near = "a near tie: what follows is not judged" if each["near_tie"] else "no near tie"
+    near = "not judged: PyTorch is unsure of the text" if each.get("unsure") else near
     return (
         f"{each['passage']} row {each['row']}: new token {each['position']} is {other}, the reference's "
         f"{each['reference']} (margin {each['margin']:.2g}, {near})"
@@ -82,9 +83,14 @@ def _phase(phase: Mapping[str, Any], verdict: Mapping[str, Any]) -> str:
 
 
 def _texts(texts: Mapping[str, Any]) -> str:
-    near = f", {wording.count(texts['near_ties'], 'near tie')}" if texts["near_ties"] else ""
     rows = texts["rows"]
-    return f"{texts['identical']:,} of {rows:,} free texts are the reference's{near}"
+    told = [f"{texts['identical']:,} of {rows:,} free texts are the reference's"]
+    if texts["near_ties"]:
+        told.append(wording.count(texts["near_ties"], "near tie"))
+    unsure = rows - texts.get("judged", rows) - texts["near_ties"]
+    if unsure > 0:
+        told.append(f"{unsure:,} not judged: PyTorch itself is unsure of them (your own texts, by --data, all are)")
+    return ", ".join(told)
 
 
 def _perplexity(found: Mapping[str, Any], allowed: float | None) -> str:

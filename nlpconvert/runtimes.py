@@ -17,6 +17,7 @@ from nlpconvert.backends import Batch, Session
 from nlpconvert.errors import CannotRunHere, MissingPackage, first_line
 from nlpconvert.models import Facts
 from nlpconvert.plan import Options
+from nlpconvert.validators import structure
 from nlpconvert.writer import Writer
 
 
@@ -98,7 +99,7 @@ def load_runtime(artifact: Artifact) -> None:
     with contextlib.suppress(Exception):
         importlib.import_module(RUNTIMES[artifact.format].module)
         if artifact.format == "onnx":
-            importlib.import_module("onnx")
+            structure.load_onnx()
 
 
 def lacks(package: str) -> bool:

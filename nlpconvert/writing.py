@@ -25,7 +25,7 @@ from nlpconvert.validators.measures import share
 from nlpconvert.validators.tally import UNKNOWN_NOISE
 from nlpconvert.validators.tolerance import Tolerance
 from nlpconvert.validators.written import Phase
-from nlpconvert.validators.written_texts import Perplexity, Texts, allowed
+from nlpconvert.validators.written_texts import SURE, Perplexity, Texts, allowed
 from nlpconvert.validators.written_why import ALONE, CACHED, CHUNKED, COMPANY, MOVED, PROMPT, STEPS, WHOLE
 from nlpconvert.writer import Writer, encodes
 
@@ -270,7 +270,7 @@ def judge(
     noise = {} if floor is None else {"logits": floor}
     bound = tolerance.choose(given, [LOGITS], precision, writer.provider, noise)["logits"]
     phases = {name: Phase(name, asked.scale, bound, floor, _excused(name, asked.own)) for name in _ORDER}
-    perplexity, texts = Perplexity(), Texts()
+    perplexity, texts = Perplexity(), Texts(0.0 if precision == "float32" else SURE)
     how = Settings(eos=asked.eos, pad=writer.facts.pad_id)
     problems: list[str] = []
     not_applicable = dict(asked.not_applicable)

@@ -328,7 +328,7 @@ ROOMS: tuple[Room, ...] = (
         4,
         rooms=_set(
             "nlpconvert.report_located nlpconvert.report_output nlpconvert.report_proof nlpconvert.report_scores "
-            "nlpconvert.wording"
+            "nlpconvert.report_written nlpconvert.wording"
         ),
     ),
     Room("nlpconvert/wording.py", 4),

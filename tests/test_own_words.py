@@ -11,8 +11,9 @@ import pytest
 from nlpconvert import own_words
 from nlpconvert.inputs import Case
 from nlpconvert.models import Facts, OutputRow
-from nlpconvert.own_words import SURE, Writes
+from nlpconvert.own_words import Writes
 from nlpconvert.validators.margins import TextMargins
+from nlpconvert.validators.written_texts import SURE
 
 VOCABULARY = 8
 FACTS = Facts(

@@ -209,7 +209,7 @@ def test_a_near_tie_is_won_by_the_runner_up_alone() -> None:
 
 def test_a_small_sample_is_not_blamed_for_chance() -> None:
     def wrong(count: int, rows: int) -> Texts:
-        texts = Texts(rows=rows, identical=rows - count)
+        texts = Texts(rows=rows, identical=rows - count, judged=rows)
         texts.differences = [Difference("p", 0, 0, 1, 2, 1.0, False)] * count
         return texts
 
@@ -222,6 +222,8 @@ def test_a_small_sample_is_not_blamed_for_chance() -> None:
 def test_perplexity_is_of_real_tokens_and_worse_above_one() -> None:
     passage = _passage()
     logits = _logits(passage)
+    rows, places = np.indices(passage.tokens[:, 1:].shape)
+    logits[rows, places, passage.tokens[:, 1:]] += 3  # a reference that has learnt something
     reference, worse = _seen(passage, logits), _seen(passage, 3 * logits)
     same, found = Perplexity(), Perplexity()
     same.add(passage, reference, reference)
@@ -232,6 +234,10 @@ def test_perplexity_is_of_real_tokens_and_worse_above_one() -> None:
     assert found.ratio == pytest.approx(math.exp(difference), rel=1e-5)
     assert math.isnan(Perplexity().ratio)
     assert "perplexity is" in written_why.text_problems(found, Texts(), allowed("int8", False))[0]
+    guessed = Perplexity()
+    guessed.add(passage, _seen(passage, -logits), worse)
+    assert (guessed.tokens, guessed.left_out) == (0, 2)
+    assert written_why.text_problems(guessed, Texts(), allowed("int8", False)) == []
     assert "perplexity is nan" in written_why.text_problems(Perplexity(), Texts(), allowed("int8", False))[0]
 
 

@@ -31,6 +31,13 @@ def check_specs(
     ]
 
 
+def load_onnx() -> None:
+    """Imports onnx, so that another thread can do its work meanwhile."""
+    import onnx
+
+    assert onnx.__version__
+
+
 def onnx_graph(path: Path) -> Any:
     """The GraphProto of an ONNX file, without the weights beside it. Raises what `onnx.load` raises."""
     import onnx

@@ -59,7 +59,8 @@ def _problem(phase: PhaseDrift, off: Sequence[Off], bound: Tolerance) -> str:
 def text_problems(perplexity: Perplexity, texts: Texts, row: Allowed) -> list[str]:
     """What is wrong with perplexity and free texts."""
     told = []
-    if row.perplexity is not None and not perplexity.ratio <= row.perplexity:
+    nothing = not perplexity.tokens and perplexity.left_out
+    if row.perplexity is not None and not nothing and not perplexity.ratio <= row.perplexity:
         told.append(
             f"perplexity is {perplexity.ratio:.4f} times the reference's over {perplexity.tokens:,} tokens, allowed "
             f"{row.perplexity:g} times"
@@ -67,7 +68,7 @@ def text_problems(perplexity: Perplexity, texts: Texts, row: Allowed) -> list[st
     if row.identical is not None and texts.too_few(row.identical):
         first = texts.real[0]
         told.append(
-            f"{len(texts.real)} of {texts.rows} free texts are not the reference's, allowed "
+            f"{len(texts.real)} of {texts.judged} free texts are not the reference's, allowed "
             f"{'none' if row.identical >= 1 else f'{1 - row.identical:.0%}'}: first row {first.row} of {first.passage} "
             f"at new token {first.position}, {first.candidate} instead of {first.reference}, and no near tie (the "
             f"reference's margin is {first.margin:.2g})"
