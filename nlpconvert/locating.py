@@ -8,6 +8,7 @@ beside another. What the numbers mean is `validators/located`.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nlpconvert import against_model, cache_names, judging, manifest, memory, plan
+from nlpconvert import against_model, cache_names, judging, manifest, memory, pairs, plan
 from nlpconvert.artifact import Artifact
 from nlpconvert.errors import CannotRunHere, DriftError, UsageError
 from nlpconvert.inputs import Case, case_tokens
@@ -76,13 +77,16 @@ def locate(
         asked = choose(asked, verdict or record.record(step).outcome.verdict)
     if not asked:
         raise UsageError(f"none of the cases can be asked: PyTorch itself cannot answer {', '.join(cases or ())}")
-    if other != PYTORCH:
-        parent = _artifact(record, other, out, notes)
-        result = between(artifact, parent, asked, options=options, progress=progress)
-    else:
-        assert model is not None
-        load, names = _loader(record, model, options), _named_after(record, artifact, out)
-        result = with_model(artifact, load, asked, names=names, options=options, progress=progress)
+    with contextlib.ExitStack() as pairs_open:
+        one = pairs_open.enter_context(pairs.as_one(artifact))
+        if other != PYTORCH:
+            parent = pairs_open.enter_context(pairs.as_one(_artifact(record, other, out, notes)))
+            result = between(one, parent, asked, options=options, progress=progress)
+        else:
+            assert model is not None
+            load, above = _loader(record, model, options), _named_after(record, artifact, out)
+            names = None if above is None else pairs_open.enter_context(pairs.as_one(above))
+            result = with_model(one, load, asked, names=names, options=options, progress=progress)
     return replace(result, notes=(*notes, *result.notes))
 
 

@@ -5,14 +5,18 @@ What the two graphs are and where they meet is `convert.pair`'s; which converter
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nlpconvert import cache_names, disk, own_words
 from nlpconvert.artifact import Artifact, Made, TensorSpec
+from nlpconvert.errors import CannotRunHere
 
 if TYPE_CHECKING:
     from nlpconvert.making import Work
@@ -24,6 +28,21 @@ KEPT = ("cache", "encoder_cache")
 def is_pair(artifact: Artifact | None) -> bool:
     """Whether an artifact is an encoder's and a decoder's graph."""
     return artifact is not None and artifact.format == "onnx" and isinstance(artifact.made_by.get("encoder"), Mapping)
+
+
+@contextlib.contextmanager
+def as_one(artifact: Artifact) -> Iterator[Artifact]:
+    """The artifact; of a pair the merged one, in a temporary directory. CannotRunHere without what merges them."""
+    if not is_pair(artifact):
+        yield artifact
+        return
+    if importlib.util.find_spec("onnx_ir") is None:
+        raise CannotRunHere(
+            f"{artifact.step} is an encoder's and a decoder's graph, and looking into both takes onnx_ir, which is not "
+            "installed: pip install 'nlpconvert[cpu]'"
+        )
+    with tempfile.TemporaryDirectory(prefix="nlpconvert-pair-") as scratch:
+        yield _merged(artifact, Path(scratch))
 
 
 def through(work: Work, maker: Callable[[Work], Made]) -> Made:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nlpconvert import breaks, judging, manifest, models, plan, runtimes
+from nlpconvert import breaks, judging, manifest, models, pairs, plan, runtimes
 from nlpconvert.artifact import Artifact
 from nlpconvert.backends import Batch, Session
 from nlpconvert.breaks import Asked, Break, Broken, NotApplicable
@@ -75,6 +75,7 @@ def prove(
             raise DriftError(f"{changed[0]} since it was recorded: nothing can be proved by breaking it further")
     probes = judging.stored_probes(record, out)
     with contextlib.ExitStack() as stack:
+        artifact = stack.enter_context(pairs.as_one(artifact))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nlpconvert-proof-")))
         session = runtimes.open_artifact(artifact, options)
         stack.callback(session.close)

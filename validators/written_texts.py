@@ -18,6 +18,8 @@ from nlpconvert.validators.tally import NEAR_TIE, UNKNOWN_NOISE
 
 CHANCE = 0.05
 """Fewer identical texts than allowed count where chance alone would give so few in less than this share of samples."""
+LEAST_TOKENS = 64
+"""Where texts had to be left out, perplexity over fewer tokens than these says nothing."""
 SURE = math.log(2)
 """By so much the best score leads where a token is twice as likely as the next."""
 

@@ -14,7 +14,7 @@ import numpy as np
 from nlpconvert.passages import Asked, Passage, Seen
 from nlpconvert.validators.tolerance import Tolerance, passing
 from nlpconvert.validators.written import Off, PhaseDrift
-from nlpconvert.validators.written_texts import Allowed, Perplexity, Texts
+from nlpconvert.validators.written_texts import LEAST_TOKENS, Allowed, Perplexity, Texts
 
 # The phases, by the names that they are told under.
 PROMPT, STEPS, CHUNKED, WHOLE = "prompt", "single steps", "chunks", "the whole text at once"
@@ -59,7 +59,7 @@ def _problem(phase: PhaseDrift, off: Sequence[Off], bound: Tolerance) -> str:
 def text_problems(perplexity: Perplexity, texts: Texts, row: Allowed) -> list[str]:
     """What is wrong with perplexity and free texts."""
     told = []
-    nothing = not perplexity.tokens and perplexity.left_out
+    nothing = perplexity.tokens < LEAST_TOKENS and perplexity.left_out
     if row.perplexity is not None and not nothing and not perplexity.ratio <= row.perplexity:
         told.append(
             f"perplexity is {perplexity.ratio:.4f} times the reference's over {perplexity.tokens:,} tokens, allowed "
