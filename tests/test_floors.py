@@ -126,6 +126,8 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/giveback.py", 1),
     Room("nlpconvert/recipe.py", 1, _set("safetensors")),
     Room("nlpconvert/profiles.py", 1),
+    Room("nlpconvert/triton_plan.py", 1),
+    Room("nlpconvert/endpoints.py", 1),
     Room("nlpconvert/cache_names.py", 1),
     Room("nlpconvert/breaks.py", 1, rooms=_set("nlpconvert.backends")),
     Room("nlpconvert/proofs.py", 1),
@@ -160,7 +162,9 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/weights.py", 2, _set("torch transformers"), rooms=_set("nlpconvert.checkpoint")),
     Room("nlpconvert/exact.py", 2, _set("torch")),
     Room("nlpconvert/forward.py", 2, _set("torch"), rooms=_set("nlpconvert.checkpoint")),
-    Room("nlpconvert/triton.py", 2, _set("tritonclient google")),
+    # Triton's own protobuf, in a file of its own; and models that are copied into a repository, where Triton runs them.
+    Room("nlpconvert/triton_config.py", 2, _set("tritonclient google")),
+    Room("nlpconvert/triton_models/*.py", 2, late=_set("onnxruntime tokenizers torch triton_python_backend_utils")),
     Room("convert/torchscript.py", 2, _set("torch"), bars=_NO_JUDGE),
     Room(
         "convert/onnx.py",
@@ -268,6 +272,10 @@ ROOMS: tuple[Room, ...] = (
     Room("convert/tensorrt.py", 2, bars=_NO_JUDGE),
     # How an artifact is run: the interface that the files beside it fill.
     Room("nlpconvert/backends/__init__.py", 1),
+    # How a served model is asked: the standard library speaks HTTP, tritonclient gRPC.
+    Room("nlpconvert/backends/served.py", 2, rooms=_set("nlpconvert.backends")),
+    Room("nlpconvert/backends/served_grpc.py", 2, _set("grpc tritonclient")),
+    Room("nlpconvert/backends/torchscript_tuple.py", 2, _set("torch")),
     Room("nlpconvert/backends/renamed.py", 2, rooms=_set("nlpconvert.backends")),
     Room("nlpconvert/backends/torchscript.py", 2, _set("torch"), rooms=_set("nlpconvert.backends")),
     Room("nlpconvert/backends/torchscript_taps.py", 2, _set("torch"), rooms=_set("nlpconvert.backends")),
@@ -286,6 +294,12 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/backends/trt_engine.py", 2, _set("polygraphy tensorrt tensorrt_rtx")),
     Room("nlpconvert/backends/trt_child.py", 2, _set("polygraphy tensorrt tensorrt_rtx")),
     Room("nlpconvert/backends/trt_writing.py", 2, rooms=_set("nlpconvert.backends.tensorrt")),
+    # What a Triton is given to serve, and what it answers.
+    Room("nlpconvert/triton.py", 3),
+    Room("nlpconvert/triton_files.py", 3),
+    Room("nlpconvert/triton_server.py", 3),
+    Room("nlpconvert/serving.py", 3),
+    Room("nlpconvert/together.py", 3),
     Room("nlpconvert/reference.py", 3),
     Room("nlpconvert/judging.py", 3),
     Room("nlpconvert/runtimes.py", 3),
@@ -373,6 +387,7 @@ ROOMS: tuple[Room, ...] = (
     # The commands of the gate, and the options' words that the commands share.
     Room("nlpconvert/gate.py", 5, rooms=_set("nlpconvert.terminal nlpconvert.options")),
     Room("nlpconvert/generate_command.py", 5, rooms=_set("nlpconvert.options")),
+    Room("nlpconvert/triton_command.py", 5, rooms=_set("nlpconvert.terminal nlpconvert.options")),
     Room("nlpconvert/options.py", 5, rooms=_set("nlpconvert.terminal")),
     Room("nlpconvert/terminal.py", 5),
 )
