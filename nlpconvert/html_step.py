@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nlpconvert import html_asked, plots, report, values, wording
+from nlpconvert import html_asked, html_written, plots, report, values, wording
 from nlpconvert.artifact import Outcome
 from nlpconvert.html_output import number, output_view
 from nlpconvert.inputs import KINDS
@@ -23,7 +23,7 @@ SIGNS = {"agrees": "✓", "drift": "✗", "failed": "✗", "not run": "?", "skip
 # What the page has its own place for; every other key of a verdict or an output goes to a table.
 VERDICT_KEYS = frozenset(
     "comparison parent_comparison structure rows provider precision products cases tokens probe_sha256 versions host "
-    "noise localisation regressions baseline proof scores".split()
+    "noise localisation regressions baseline proof scores written".split()
 )
 MODULES_SHOWN = 12
 
@@ -73,6 +73,7 @@ def step(
         "not_applicable": list(comparison.not_applicable) if comparison else [],
         "located": _located(verdict.get("localisation"), anchor),
         "candidates": _candidates(recipe),
+        "written": html_written.written(verdict.get("written"), anchor),
         "proof": html_asked.proof(verdict.get("proof")),
         "scores": html_asked.scores(verdict.get("scores")),
         "regressions": [str(each.get("text", "")) for each in verdict.get("regressions") or ()],

@@ -111,6 +111,22 @@ def layers(modules: Sequence[Mapping[str, Any]], name: str, label: str, threshol
         return _svg(figure, name, label)
 
 
+def curve(points: Sequence[tuple[float, float]], name: str, label: str) -> str:
+    """The error over the position in a text, both on a log scale. Zero stands at the lower edge."""
+    known = [value for _, value in points if value > 0]
+    floor = 10 ** math.floor(math.log10(min(known)) - 0.3) if known else 1e-9
+    with _figure() as (figure, axes):
+        xs, ys = [max(place, 1.0) for place, _ in points], [max(value, floor) for _, value in points]
+        axes.plot(xs, ys, color=ACCENT, linewidth=1.4, marker="o", markersize=3.5)
+        _log_scale(axes)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda place, _: f"{place:.0f}")
+        axes.set_ylim(bottom=floor)
+        axes.set_xlabel("position in the text")
+        axes.set_ylabel("relative error")
+        return _svg(figure, name, label)
+
+
 def scatter(points: Sequence[Point], across: str, name: str, label: str) -> str:
     """Drift (relative L2, log scale) against what `across` says, a named mark for each artifact.
 

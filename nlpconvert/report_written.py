@@ -29,15 +29,15 @@ def lines(verdict: Mapping[str, Any], *, verbose: bool = True) -> Iterator[str]:
         yield _detail("with its cache", f"{worst['name']} {_phase(worst, verdict)}")
     texts = verdict.get("texts", {})
     if texts.get("rows"):
-        yield _detail("written freely", _texts(texts))
+        yield _detail("written freely", texts_words(texts))
         for each in texts.get("differences", ())[:SHOWN]:
             yield _detail("", difference(each))
         more = texts["rows"] - texts["identical"] - SHOWN
         if more > 0:
             yield _detail("", f"and {more:,} more")
-    perplexity = verdict.get("perplexity", {})
-    if perplexity.get("tokens") and (verbose or verdict.get("problems") or verdict["precision"] != "float32"):
-        yield _detail("perplexity", _perplexity(perplexity, verdict.get("allowed", {}).get("perplexity")))
+    perplexity = perplexity_words(verdict)
+    if perplexity and (verbose or verdict.get("problems") or verdict["precision"] != "float32"):
+        yield _detail("perplexity", perplexity)
     curve = verdict.get("curve", {})
     if curve.get("bins") and (verbose or verdict.get("problems")):
         yield _detail("over the length", f"{curve['sentence']}   {_bins(curve['bins'])}")
@@ -82,7 +82,8 @@ def _phase(phase: Mapping[str, Any], verdict: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _texts(texts: Mapping[str, Any]) -> str:
+def texts_words(texts: Mapping[str, Any]) -> str:
+    """How many free texts are the reference's, and what was not judged of them."""
     rows = texts["rows"]
     told = [f"{texts['identical']:,} of {rows:,} free texts are the reference's"]
     if texts["near_ties"]:
@@ -93,11 +94,18 @@ def _texts(texts: Mapping[str, Any]) -> str:
     return ", ".join(told)
 
 
-def _perplexity(found: Mapping[str, Any], allowed: float | None) -> str:
+def perplexity_words(verdict: Mapping[str, Any]) -> str:
+    """Both perplexities and their ratio; "" where there is none."""
+    found = verdict.get("perplexity") or {}
+    if not found.get("tokens"):
+        return ""
+    allowed = (verdict.get("allowed") or {}).get("perplexity")
     bound = "" if allowed is None else f", allowed {allowed:g}"
+    out = found.get("left_out", 0)
+    left = f"; {wording.count(out, 'text')} left out, which PyTorch finds less likely than a guess" if out else ""
     return (
         f"{found['candidate']:.5g} against {found['reference']:.5g}: {found['ratio']:.6f} times over "
-        f"{wording.count(found['tokens'], 'token')}{bound}"
+        f"{wording.count(found['tokens'], 'token')}{bound}{left}"
     )
 
 

@@ -139,6 +139,11 @@ ROOMS: tuple[Room, ...] = (
     # What writes token by token, and what it is asked.
     Room("nlpconvert/writer.py", 1),
     Room("nlpconvert/config_facts.py", 1),
+    # A benchmark's parts that need no runtime: the clock's rules, texts in batches, the queue, what is asked.
+    Room("nlpconvert/timing.py", 1),
+    Room("nlpconvert/policies.py", 1),
+    Room("nlpconvert/queueing.py", 1),
+    Room("nlpconvert/bench_asking.py", 1),
     Room("nlpconvert/passages.py", 1),
     Room("nlpconvert/passages_files.py", 1, _set("safetensors")),
     # What builder and runner of engines share: which flavour, which GPU, what lies beside an engine.
@@ -281,6 +286,8 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/backends/torchscript_taps.py", 2, _set("torch"), rooms=_set("nlpconvert.backends")),
     Room("nlpconvert/backends/pytorch_taps.py", 2, _set("torch"), rooms=_set("nlpconvert.backends")),
     Room("nlpconvert/backends/onnxruntime.py", 2, _set("onnxruntime"), rooms=_set("nlpconvert.backends")),
+    Room("nlpconvert/backends/eager.py", 2, _set("torch"), rooms=_set("nlpconvert.backends")),
+    Room("nlpconvert/backends/gemm.py", 2, _set("onnx onnxruntime")),
     Room("nlpconvert/backends/writing.py", 2, _set("onnxruntime"), rooms=_set("nlpconvert.backends.onnxruntime")),
     Room("nlpconvert/backends/pytorch_writing.py", 2, _set("torch")),
     Room("nlpconvert/backends/processors.py", 2, _set("torch transformers")),
@@ -332,7 +339,13 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/pipeline.py", 3),
     Room("nlpconvert/search.py", 3),
     Room("nlpconvert/weight_search.py", 3),
-    Room("nlpconvert/bench.py", 3),
+    # `bench`: the run, the subjects each in a process of its own, texts in batches, the queue.
+    Room("nlpconvert/benching.py", 3),
+    Room("nlpconvert/bench_subjects.py", 3),
+    Room("nlpconvert/bench_worker.py", 3),
+    Room("nlpconvert/bench_child.py", 3),
+    Room("nlpconvert/bench_texts.py", 3),
+    Room("nlpconvert/bench_queue.py", 3),
     Room("nlpconvert/doctor.py", 3),
     Room("nlpconvert/comparing.py", 3),
     Room("nlpconvert/rechecking.py", 3),
@@ -363,9 +376,10 @@ ROOMS: tuple[Room, ...] = (
         4,
         rooms=_set(
             "nlpconvert.report nlpconvert.wording nlpconvert.plots nlpconvert.values nlpconvert.html_output "
-            "nlpconvert.html_asked"
+            "nlpconvert.html_asked nlpconvert.html_written"
         ),
     ),
+    Room("nlpconvert/html_written.py", 4, rooms=_set("nlpconvert.plots nlpconvert.report_written nlpconvert.wording")),
     Room("nlpconvert/html_asked.py", 4, rooms=_set("nlpconvert.report_scores")),
     Room(
         "nlpconvert/html.py",
@@ -379,6 +393,14 @@ ROOMS: tuple[Room, ...] = (
     # How a status and a size are worded is the report's.
     Room("nlpconvert/report_diff.py", 4, rooms=_set("nlpconvert.report nlpconvert.wording")),
     Room("nlpconvert/report_scores.py", 4),
+    Room("nlpconvert/report_bench.py", 4, rooms=_set("nlpconvert.wording")),
+    Room(
+        "nlpconvert/html_bench.py",
+        4,
+        late=_set("markupsafe"),  # jinja2's own half
+        rooms=_set("nlpconvert.report_bench nlpconvert.wording nlpconvert.plots nlpconvert.plots_bench"),
+    ),
+    Room("nlpconvert/plots_bench.py", 4, rooms=_set("nlpconvert.plots")),
     Room(
         "nlpconvert/cli.py",
         5,
@@ -387,6 +409,7 @@ ROOMS: tuple[Room, ...] = (
     # The commands of the gate, and the options' words that the commands share.
     Room("nlpconvert/gate.py", 5, rooms=_set("nlpconvert.terminal nlpconvert.options")),
     Room("nlpconvert/generate_command.py", 5, rooms=_set("nlpconvert.options")),
+    Room("nlpconvert/bench_command.py", 5, rooms=_set("nlpconvert.options nlpconvert.terminal")),
     Room("nlpconvert/triton_command.py", 5, rooms=_set("nlpconvert.terminal nlpconvert.options")),
     Room("nlpconvert/options.py", 5, rooms=_set("nlpconvert.terminal")),
     Room("nlpconvert/terminal.py", 5),

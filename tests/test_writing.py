@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from nlpconvert import exact, passages, passages_files, report_written, writing
+from nlpconvert import exact, html_written, passages, passages_files, report_written, writing
 from nlpconvert.backends.pytorch_writing import PytorchWriter
 from nlpconvert.errors import DriftError, UsageError
 from nlpconvert.noise import Arithmetics
@@ -368,3 +368,10 @@ def test_a_report_says_what_was_measured_and_what_is_wrong(gpt2: Scene) -> None:
     _, bad = gpt2.judge(Late)
     text = "\n".join(report_written.lines(bad))
     assert "single steps" in text and "DRIFT" in text and "positions after the prompt are too large by 1" in text
+    page = html_written.written(bad, "s1")
+    assert page is not None and page["why"] == bad["why"]
+    told = {row["name"]: row["word"] for row in page["rows"]}
+    assert told["prompt"] == "agrees" and told["single steps"] == "DRIFT"
+    assert page["svg"].startswith("<svg") and html_written.written({}, "s1") is None
+    page = html_written.written(good, "s1")
+    assert page is not None and {row["word"] for row in page["rows"]} == {"agrees"} and not page["why"]
