@@ -17,7 +17,7 @@ from nlpconvert.errors import DriftError, UsageError
 from nlpconvert.manifest import Manifest
 from nlpconvert.validators import overlap, regression
 from nlpconvert.validators.findings import Comparison, plain
-from nlpconvert.validators.regression import Regression
+from nlpconvert.validators.regression_rules import Regression
 
 SAID = 3
 """So many regressions are told in an outcome's reason; the verdict holds all."""

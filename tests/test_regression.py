@@ -12,7 +12,8 @@ import pytest
 from nlpconvert.errors import UsageError
 from nlpconvert.validators import regression
 from nlpconvert.validators.findings import CaseDrift, Comparison, Decisions, Element, OutputDiff, Score
-from nlpconvert.validators.regression import FACTOR, Regression, loosened, regressions, scatter
+from nlpconvert.validators.regression import loosened, regressions
+from nlpconvert.validators.regression_rules import FACTOR, NOISE, Regression, scatter
 from nlpconvert.validators.rows import RowDiff, RowsReport
 from nlpconvert.validators.tolerance import Tolerance, parse
 
@@ -146,7 +147,7 @@ def test_a_cosine_near_one_has_the_digits_that_tell() -> None:
 
 def test_noise_that_was_recorded_is_what_counts() -> None:
     assert regression.noise_of(diff(noise=2e-4)) == 2e-4
-    assert regression.noise_of(diff()) == regression.NOISE
+    assert regression.noise_of(diff()) == NOISE
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------

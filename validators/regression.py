@@ -33,56 +33,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 from nlpconvert.errors import UsageError
 from nlpconvert.inputs import KINDS
-from nlpconvert.validators import overlap
-from nlpconvert.validators.findings import Comparison, OutputDiff, plain
+from nlpconvert.validators import overlap, regression_written
+from nlpconvert.validators.findings import Comparison, OutputDiff
 from nlpconvert.validators.overlap import Cases, Probes
+from nlpconvert.validators.regression_rules import ALPHA, FACTOR, NOISE, SCALES, SLACK, Regression, scatter
 from nlpconvert.validators.rows import RowsReport
 from nlpconvert.validators.tolerance import Tolerance, provider_class
-
-FACTOR = 1.5
-SLACK = 3
-"""By other instruction sets (SSE4, AVX2) the same TorchScript files are up to 1.6 times the noise from PyTorch, where
-the reference was made 0.04 to 0.55 times (five trained models)."""
-NOISE = 5e-6
-"""Unbroken float32 exports of MiniLM are 1.2e-6 to 1.3e-5 from PyTorch in the unit of `rel`, by whose kernels run."""
-ALPHA = 0.05
-SCALES = 1.1
-
-
-@dataclass(frozen=True)
-class Regression:
-    """One thing that is worse. `kind` is one of
-
-    loss, changed (decisions), nonfinite, problem, output, cases, elements, rows (an answer depends on what must not
-    matter), tolerance, provider, probes, unmeasured.
-
-    `output` is "" for what concerns the whole step. `text` is a sentence without the step's name; `before` and `after`
-    are the numbers in it, None where there are none. `times`: after / before of a loss, 0 where that says nothing.
-    """
-
-    kind: str
-    output: str
-    text: str
-    before: float | None = None
-    after: float | None = None
-    times: float = 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
-        found: dict[str, Any] = plain(self)
-        return found
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Regression:
-        """The reverse of to_dict."""
-        before, after = (None if data[key] is None else float(data[key]) for key in ("before", "after"))
-        return cls(data["kind"], data["output"], data["text"], before, after, float(data["times"]))
 
 
 def regressions(
@@ -102,13 +62,6 @@ def regressions(
         raise UsageError(
             f"{baseline}: its verdict cannot be read ({type(error).__name__}: {error}); make it again with this version"
         ) from error
-
-
-def scatter(before: int, after: int) -> float:
-    """P[Binomial(before + after, 1/2) >= after]: how often two equally good artifacts would change so many more."""
-    total = before + after
-    ways = sum(math.comb(total, k) for k in range(after, total + 1))
-    return float(Fraction(ways, 2**total))
 
 
 def loosened(old: Tolerance, new: Tolerance, *, same_noise: bool = False) -> bool:
@@ -167,6 +120,7 @@ def _regressions(
                 found += _numbers(old_diff, new_diff, asked, baseline)
     if numbers:
         found += _whole(old, before, new, after, asked.shared, baseline)
+        found += regression_written.regressions(old.get("written"), new.get("written"), baseline)
     return tuple(sorted(found, key=lambda each: (_RANK.index(each.kind), -each.times)))
 
 
