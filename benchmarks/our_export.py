@@ -14,16 +14,13 @@ memory.leave_quickly()
 directory, out = sys.argv[1], Path(sys.argv[2])
 out.mkdir(parents=True)
 with memory.uncollected():  # as pipeline.run has it
-    from nlpconvert import probes, source
-    from nlpconvert.convert import onnx
+    from nlpconvert import models, probes, source
+    from nlpconvert.convert import cached, onnx
 
     loaded = source.load(directory)
-    example = probes.export_example(loaded.facts, loaded.encode)
-    onnx.convert(
-        loaded.module,
-        example,
-        loaded.facts,
-        out,
-        companions=loaded.directory,
-        parameter_bytes=loaded.parameter_bytes,
-    )
+    beside = {"companions": loaded.directory, "parameter_bytes": loaded.parameter_bytes}
+    if loaded.facts.task in models.WRITING:  # a decoder, with its cache
+        cached.convert(loaded.module, loaded.facts, out, **beside)
+    else:
+        example = probes.export_example(loaded.facts, loaded.encode)
+        onnx.convert(loaded.module, example, loaded.facts, out, **beside)

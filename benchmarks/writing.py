@@ -17,7 +17,8 @@ SIDES = ("onnx", "pytorch", "uncached")
 def measure(settings: Settings) -> Result:
     """The fixtures and a random GPT-Neo, converted once, then each side in turns."""
     neo = settings.scratch / "gpt-neo-160m"
-    made = child([HERE / "make_gpt_neo.py", neo, str(min(PARAMETERS, settings.parameters))], threads=settings.threads).data()
+    wanted = str(min(PARAMETERS, settings.parameters))
+    made = child([HERE / "make_gpt_neo.py", neo, wanted], threads=settings.threads).data()
     models = {
         "gpt2-lm": (ROOT / "fixtures" / "gpt2-lm", 64, (1, 8)),
         "llama-lm": (ROOT / "fixtures" / "llama-lm", 64, (1, 8)),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nlpconvert import __version__, gate, generate_command, memory
+from nlpconvert import __version__, bench_command, gate, generate_command, memory, triton_command
 from nlpconvert.errors import EXIT_CODES, NlpconvertError, UsageError
 from nlpconvert.options import (
     AllowUnverified,
@@ -278,7 +278,8 @@ def doctor(json: Json = False) -> None:
         print(line)
 
 
-for command in (gate.verify, gate.locate, gate.diff, generate_command.generate):
+GATE = (gate.verify, gate.locate, gate.diff)
+for command in (*GATE, generate_command.generate, bench_command.bench, triton_command.triton):
     app.command(epilog=EPILOG)(command)
 
 

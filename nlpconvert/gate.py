@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nlpconvert import triton_command
 from nlpconvert.errors import NlpconvertError, UsageError
 from nlpconvert.options import (
     AllowUnverified,
@@ -67,6 +68,12 @@ def verify(
     ] = None,
     map: Annotated[list[str] | None, typer.Option("--map", help="theirs=ours: an input or output by name.")] = None,
     precision: Annotated[str | None, typer.Option(help="What to judge the file as: float32, int8, ...")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="A served model instead: http://HOST:8000/MODEL or grpc://HOST:8001/MODEL.")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.1, help="Seconds that one answer of the endpoint may take (60).")
+    ] = None,
     keep: Annotated[Path | None, typer.Option("-o", "--out", help="Keep file, goldens and manifest here.")] = None,
     force: Force = False,
     task: Task = None,
@@ -124,9 +131,21 @@ def verify(
     }
     of_directories |= {"--columns": columns, "--metric": metric, "--fail-if": fail_if}
     _check(out, ours, reference, of_files, of_directories)
+    if endpoint is not None:
+        others = {"--prove": prove, "--recheck": recheck, "--baseline": baseline, "--data": data}
+        _check_endpoint(ours, step, {**others, "--reference": reference})
+    elif timeout is not None:
+        raise UsageError("--timeout is about --endpoint")
     _check_reports(out if ours else keep, junit=junit, json=json, html=html)
     with Terminal(quiet) as terminal:
-        if ours:
+        if endpoint is not None:
+            from nlpconvert import serving
+
+            outcomes = serving.endpoint(
+                out, step[0] if step else None, endpoint, options=given, progress=terminal, settings=chosen,
+                cases=case, timeout=timeout,
+            )  # fmt: skip
+        elif ours:
             wishes = pipeline.Wishes(
                 recheck=recheck,
                 baseline=baseline or chosen.baseline,
@@ -155,9 +174,11 @@ def verify(
             "--provider": provider,
         }
         typed |= {"--threads": threads, "--data": data, "--columns": columns or None, "--metric": metric}
-        typed |= {"--fail-if": fail_if}
+        typed |= {"--fail-if": fail_if, "--endpoint": endpoint}
         said = " ".join([shlex.quote(str(out)), *_typed(typed, tolerance or (), prove)])
         tell(terminal, outcomes, said, forgiven, verbose, to_stdout=json is None or str(json) != "-")
+        if endpoint is not None and not quiet:
+            triton_command.tell_served(outcomes, err=str(json) == "-")
         if chosen.path is not None and not quiet:
             print(f"settings {chosen.path}", file=sys.stderr if str(json) == "-" else sys.stdout)
         try:
@@ -167,6 +188,17 @@ def verify(
             print(f"nlpconvert: {error}", file=sys.stderr)
             code = code or UsageError.exit_code
     raise typer.Exit(code)
+
+
+def _check_endpoint(ours: bool, step: Sequence[str] | None, others: Mapping[str, Any]) -> None:
+    """UsageError for what does not go with a served model."""
+    if not ours or len(step or ()) > 1:
+        raise UsageError(
+            "--endpoint is one served step of a directory that nlpconvert has made: give OUT and one --step"
+        )
+    for option, value in others.items():
+        if value:
+            raise UsageError(f"{option} does not go with --endpoint")
 
 
 def _typed(given: Mapping[str, Any], tolerances: Sequence[str], prove: bool) -> list[str]:

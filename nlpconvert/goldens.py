@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from nlpconvert.reference import Asked
     from nlpconvert.source import Loaded
 
+LARGE = 2 << 30
+LONG_SHARE = 0.025
+"""Of a large model's weights, in bytes, that logits and cache of its longest passage may be: they are held twice."""
+LEAST_LONG = 64
+
 
 def ask(
     record: Manifest | None, loaded: Loaded, lower: bool, out: Path, options: Options, progress: Progress
@@ -127,7 +132,22 @@ class _Asking:
             stem = passages.SHIPPED if self.options.data is None else passages.DATA
             more = passages.from_texts(facts, encode, texts, new=calibration.WRITTEN_NEW, stem=stem)
         writer = PytorchWriter(self.loaded.module, facts)
-        return writing.ask(writer, encode, self.progress, more=more, arithmetics=self._arithmetics())
+        return writing.ask(
+            writer, encode, self.progress, more=more, longest=self._longest(), arithmetics=self._arithmetics()
+        )
+
+    def _longest(self) -> int | None:
+        """Tokens of a passage of a large model whose logits and cache are LONG_SHARE of its weights; None of others."""
+        if self.loaded.parameter_bytes < LARGE:
+            return None
+        from nlpconvert import cache_names, writer
+        from nlpconvert.convert import cached
+
+        facts = self.loaded.facts
+        pair = writer.encodes(facts)
+        layers = cached.measured(self.loaded.module, cached.short_call(facts), "self_attention_cache" if pair else "")
+        token = 4 * facts.vocab_size + cache_names.token_bytes(layers) * (2 if pair else 1)
+        return max(int(LONG_SHARE * self.loaded.parameter_bytes) // token, LEAST_LONG)
 
     # -- what else is known of it -------------------------------------------------------------------------------------
 

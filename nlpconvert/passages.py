@@ -235,10 +235,11 @@ def shares(passages: Sequence[Passage], vocabulary: int, budget: int = DEFAULT_B
 # -- the standard passages ---------------------------------------------------------------------------------------------
 
 
-def standard(facts: Facts, encode: Encode | None, *, seed: int = 0) -> list[Passage]:
+def standard(facts: Facts, encode: Encode | None, *, seed: int = 0, longest: int | None = None) -> list[Passage]:
     """The standard passages: one row, mixed lengths, single steps from the first token on, both sides of every
-    architectural constant, and the model's limit. Without a tokenizer ids are drawn."""
-    kit = _Kit(facts, tokenize_with(facts, encode or drawn_encode(facts, seed)), seed)
+    architectural constant, and the model's limit, or `longest` tokens where that is less. Without a tokenizer ids are
+    drawn."""
+    kit = _Kit(facts, tokenize_with(facts, encode or drawn_encode(facts, seed)), seed, longest)
     return list(_pairs(kit)) if encodes(facts) else list(_prompts(kit))
 
 
@@ -281,6 +282,15 @@ class _Kit:
     facts: Facts
     texts: Texts
     seed: int
+    longest: int | None = None
+
+    def end(self) -> tuple[str, int, str]:
+        """Name, tokens and words of the longest passage: the model's limit where it is known and not past what may be
+        asked."""
+        true = self.facts.max_length is not None and self.facts.max_length <= TRUE_LIMIT
+        size = min(self.cap, self.cap if true else LONGEST, self.longest or self.cap)
+        whole = true and size == self.cap
+        return "limit" if whole else "long", size, f"{size} tokens" + (", all that the model can take" if whole else "")
 
     @property
     def cap(self) -> int:
@@ -349,10 +359,8 @@ def _prompts(kit: _Kit) -> Iterable[Passage]:
         if 3 < constant < min(cap, LONGEST) - 4:
             about = f"past lengths on both sides of the architecture's constant {constant}"
             yield take(f"past-{constant}", about, [constant + 3, constant - 2], 5, 0)
-    true = kit.facts.max_length is not None and kit.facts.max_length <= TRUE_LIMIT
-    size = min(cap, LONGEST) if not true else cap
-    about = f"{size} tokens" + (", all that the model can take" if true else "")
-    yield take("limit" if true else "long", about, [size - min(8, size - 1)], 8, 0)
+    name, size, about = kit.end()
+    yield take(name, about, [size - min(8, size - 1)], 8, 0)
 
 
 def _pairs(kit: _Kit) -> Iterable[Passage]:
@@ -374,10 +382,8 @@ def _pairs(kit: _Kit) -> Iterable[Passage]:
         if 3 < constant < min(cap, LONGEST) - 4:
             about = f"source and past on both sides of the architecture's constant {constant}"
             yield take(f"past-{constant}", about, [constant + 3, constant - 2], constant + 3, 0, constant - 2)
-    true = kit.facts.max_length is not None and kit.facts.max_length <= TRUE_LIMIT
-    size = cap if true else min(cap, LONGEST)
-    about = f"source and target of {size} tokens" + (", all that the model can take" if true else "")
-    yield take("limit" if true else "long", about, [size], size, 0, max(size - 8, 1))
+    name, size, about = kit.end()
+    yield take(name, f"source and target of {about}", [size], size, 0, max(size - 8, 1))
 
 
 def describe(passages: Iterable[Passage]) -> list[dict[str, Any]]:

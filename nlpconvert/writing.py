@@ -137,18 +137,20 @@ def ask(
     more: Sequence[Passage] = (),
     eos: Sequence[int] | None = None,
     budget: int = passages.DEFAULT_BUDGET,
+    longest: int | None = None,
     arithmetics: Arithmetics | None = None,
 ) -> Asked:
     """The standard passages and `more` of the user's, with the reference's answers: all tokens at once, and greedy.
 
-    `eos`: what ends a text, None for the facts' own. `budget`: bytes of kept logits. `arithmetics`: in which the noise
+    `eos`: what ends a text, None for the facts' own. `budget`: bytes of kept logits. `longest`: tokens
+    of the longest passage at most. `arithmetics`: in which the noise
     is measured besides what the reference's own cache and company move.
 
     Raises DriftError when the reference can answer none, or differs from itself; UsageError when it is not finite.
     """
     facts = reference.facts
     ends = tuple(eos) if eos is not None else () if facts.eos_id is None else (facts.eos_id,)
-    asked = [*passages.standard(facts, encode), *more]
+    asked = [*passages.standard(facts, encode, longest=longest), *more]
     how = Settings(eos=ends, pad=facts.pad_id)
     known: dict[str, Known] = {}
     refused: dict[str, str] = {}

@@ -135,7 +135,12 @@ def test_agrees_at_every_case(row: tiny.Tiny, tmp_path: Path) -> None:
         # Without a tokenizer an empty text has no token at all, and PyTorch itself cannot answer that.
         assert [case for case, _ in comparison["not_applicable"]] in ([], ["empty-alone"])
         for output in comparison["outputs"]:
-            assert output["used"] <= MORE_USED.get(row.name, USED), (step, output["name"], output["used"], output["worst"])
+            assert output["used"] <= MORE_USED.get(row.name, USED), (
+                step,
+                output["name"],
+                output["used"],
+                output["worst"],
+            )
             assert output["scale"] > 0.01 and output["nonfinite"] == 0, (step, output["name"])
     assert outcomes["onnx"].artifact is not None
     assert outcomes["onnx"].artifact.made_by["exporter"] == "transformers.exporters"

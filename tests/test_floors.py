@@ -144,6 +144,7 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/policies.py", 1),
     Room("nlpconvert/queueing.py", 1),
     Room("nlpconvert/bench_asking.py", 1),
+    Room("nlpconvert/bench_findings.py", 1),
     Room("nlpconvert/passages.py", 1),
     Room("nlpconvert/passages_files.py", 1, _set("safetensors")),
     # What builder and runner of engines share: which flavour, which GPU, what lies beside an engine.
@@ -404,10 +405,13 @@ ROOMS: tuple[Room, ...] = (
     Room(
         "nlpconvert/cli.py",
         5,
-        rooms=_set("nlpconvert.terminal nlpconvert.gate nlpconvert.generate_command nlpconvert.options"),
+        rooms=_set(
+            "nlpconvert.terminal nlpconvert.gate nlpconvert.generate_command nlpconvert.options "
+            "nlpconvert.triton_command nlpconvert.bench_command"
+        ),
     ),
     # The commands of the gate, and the options' words that the commands share.
-    Room("nlpconvert/gate.py", 5, rooms=_set("nlpconvert.terminal nlpconvert.options")),
+    Room("nlpconvert/gate.py", 5, rooms=_set("nlpconvert.terminal nlpconvert.options nlpconvert.triton_command")),
     Room("nlpconvert/generate_command.py", 5, rooms=_set("nlpconvert.options")),
     Room("nlpconvert/bench_command.py", 5, rooms=_set("nlpconvert.options nlpconvert.terminal")),
     Room("nlpconvert/triton_command.py", 5, rooms=_set("nlpconvert.terminal nlpconvert.options")),
