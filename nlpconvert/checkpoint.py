@@ -96,7 +96,7 @@ def describe(model: str, *, revision: str | None = None, task: str | None = None
             directory / "modules.json",
             *(file for module in sentence for file in _own_files(module.directory)),
         ]
-    others = [transformer / name for name in (*TOKENIZER_FILES, "sentence_bert_config.json")]
+    others = [transformer / name for name in (*TOKENIZER_FILES, "generation_config.json", "sentence_bert_config.json")]
     others.append(directory / "config_sentence_transformers.json")
     deciding = [file for file in deciding if file.is_file()]
     files = {_relative(file, directory): _sha256(file) for file in (*deciding, *others) if file.is_file()}

@@ -43,6 +43,12 @@ SUFFIXES: dict[str, str] = {
 }
 
 
+PAIR = (
+    "a decoder that reads an encoder's cache cannot be judged by itself, and pairs of files are judged only in a "
+    "directory that nlpconvert has made: `nlpconvert verify OUT`"
+)
+
+
 @dataclass(frozen=True)
 class Foreign:
     """What a file turned out to be: its format and precision, what it reads and gives, all files that belong to it."""
@@ -93,6 +99,8 @@ def look(file: Path, precision: str | None = None) -> Foreign:
     A directory stands for the one model.onnx in it.
     """
     if file.is_dir():
+        if (file / "decoder_model.onnx").is_file() and not (file / "model.onnx").is_file():
+            raise UsageError(f"{file}: {PAIR}")
         file = file / "model.onnx"
     if not file.is_file():
         raise UsageError(f"{file}: no such file; give an ONNX, TorchScript or engine file")
@@ -111,6 +119,8 @@ def look(file: Path, precision: str | None = None) -> Foreign:
             found = _precision(compute.count([graph]))
         except Exception as error:
             raise UsageError(f"{file} is no ONNX model: {str(error).splitlines()[0][:200]}") from error
+        if any(cache_names.is_past(spec.name) and ".encoder." in spec.name for spec in inputs):
+            raise UsageError(f"{file}: {PAIR}")
         for name in files:
             disk.inside(file.parent, name)
     known = dict.fromkeys(row.precision for row in STEPS.values())

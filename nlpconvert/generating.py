@@ -193,7 +193,7 @@ def generate(
     job = _Job(subject, prompts, rows, words, how, batch or len(rows))
     with ExitStack() as stack:
         judge = _judge(subject) if compare else Judge(subject.precision)
-        name, load = _reference(subject, model, revision, trust_remote_code) if compare else ("", None)
+        name, load, other = _reference(subject, model, revision, trust_remote_code) if compare else ("", None, ())
         reference = None if load is None else stack.enter_context(closing(load()))
         writer = stack.enter_context(closing(_open(subject, provider, threads)))
         done = _write(job, writer, str(subject.path), watch=compare, on_text=on_text)
@@ -207,7 +207,7 @@ def generate(
         rows=tuple(_rows(job, done)),
         speed=done.speed,
         compared=compared,
-        notes=(*subject.notes, *prompting.passed_over(subject, how)),
+        notes=(*subject.notes, *prompting.passed_over(subject, how), *other),
     )
 
 
@@ -245,8 +245,9 @@ def _open(subject: Subject, provider: str, threads: int | None) -> Writer:
 
 def _reference(
     subject: Subject, model: str | None, revision: str | None, trust: bool
-) -> tuple[str, Callable[[], Writer]]:
-    """The model's name and what loads it. UsageError where it is not there, or not the one that was converted."""
+) -> tuple[str, Callable[[], Writer], tuple[str, ...]]:
+    """The model's name, what loads it, and what is other about it. UsageError where it is not there, or not the one
+    that was converted."""
     for package in plan.NEEDS["torchscript"]:
         if runtimes.lacks(package):
             raise MissingPackage(f"--compare runs the model in PyTorch: pip install 'nlpconvert[cpu]' ({package})")
@@ -289,7 +290,16 @@ def _reference(
             )
         return PytorchWriter(loaded.module, loaded.facts)
 
-    return name, load
+    return name, load, _other_settings(info.transformer, subject.directory)
+
+
+def _other_settings(model: Path, artifact: Path) -> tuple[str, ...]:
+    """A note where the artifact's generation settings, by which both write, are not the model's own."""
+    said = [(place / subjects.GENERATION) for place in (model, artifact)]
+    theirs, ours = (file.read_bytes() if file.is_file() else b"" for file in said)
+    if theirs == ours:
+        return ()
+    return (f"both write by {said[1]}, which is not the model's own {subjects.GENERATION}",)
 
 
 def _compare(job: _Job, judge: Judge, reference: tuple[Writer, str], candidate: tuple[Writer, _Done]) -> Compared:

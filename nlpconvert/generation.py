@@ -142,7 +142,9 @@ def generate(
         return _searched(writer, prompts, how)
     began = time.perf_counter()
     state = writer.begin(prompts)
+    encoded = time.perf_counter() - began
     choose = _greedy if how.plain else _processors(how, state.first, prompts if state.encodes else None)
+    began = time.perf_counter()
     logits = read(writer, state, state.first, how.chunk)
     prefilled = time.perf_counter()
     said = state.first
@@ -171,7 +173,7 @@ def generate(
         tokens=said[:, state.first.shape[1] :],
         lengths=tuple(int(each) for each in lengths),
         ended=tuple(str(each) for each in ended),
-        prefill_seconds=prefilled - began,
+        prefill_seconds=encoded + prefilled - began,
         step_seconds=time.perf_counter() - prefilled,
     )
 

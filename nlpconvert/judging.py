@@ -154,7 +154,8 @@ def judged(
         except CannotRunHere as error:
             return replace(outcome, status="not run", reason=str(error)), ()
         except DriftError as error:
-            return replace(outcome, status="drift", reason=str(error)), ()
+            cut = [said for path in artifact.graphs if artifact.format == "onnx" and (said := structure.cut_off(path))]
+            return replace(outcome, status="drift", reason="; ".join(cut) or str(error)), ()
         sessions.callback(session.close)
         if parent is not None:
             try:
@@ -166,10 +167,16 @@ def judged(
         facts = models.facts_from_data(record.facts)
         agrees, verdict, used = judge(session, artifact, facts.outputs, probes, given, progress, above)
         if probes.written is not None:
-            written = _written(session, artifact, facts, probes.written, given, progress)
+            problems: list[str] = []
+            try:
+                written = _written(session, artifact, facts, probes.written, given, progress)
+            except DriftError as error:  # a cache that goes in and does not come out
+                written, problems = None, [str(error)]
             if written is not None:
-                agrees = agrees and not written["problems"]
-                verdict |= {"structure": [*verdict["structure"], *written["problems"]], "written": written}
+                verdict["written"] = written
+                problems = written["problems"]
+            agrees = agrees and not problems
+            verdict["structure"] = [*verdict["structure"], *problems]
     return replace(outcome, status="agrees" if agrees else "drift", reason="", verdict=verdict), used
 
 

@@ -48,7 +48,10 @@ def read_prompts(path: Path) -> list[str]:
     """Prompts from a file: a .txt with one a line, or the column text of a .jsonl or .csv; `-` is standard input, one a
     line. UsageError when it cannot be read or holds none."""
     if str(path) != "-":
-        return [str(row["text"]) for row in dataset.read(path, "text-generation")]
+        try:
+            return [str(row["text"]) for row in dataset.read(path, "text-generation")]
+        except UsageError as error:  # prompts are in the column "text", and no other can be named
+            raise UsageError(str(error).partition("; if another one is meant")[0]) from error
     try:
         text = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:

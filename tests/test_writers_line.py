@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +106,6 @@ def test_a_cache_that_is_wired_wrongly_fails_the_build(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Every prompt read at once is answered exactly as before: only writing with the cache shows it."""
-    import shutil
-
     out = tmp_path / "out"
     shutil.copytree(gpt2_out, out)
     one, two = swapped
@@ -119,8 +119,6 @@ def test_a_cache_that_is_wired_wrongly_fails_the_build(
 
 def test_goldens_without_passages_are_asked_anew(gpt2_out: Path, tmp_path: Path) -> None:
     """An OUT of a version that knew no passages: verify says what it can, a new step asks PyTorch again."""
-    import shutil
-
     out = tmp_path / "out"
     shutil.copytree(gpt2_out, out)
     for name in ("written.json", "written.safetensors"):
@@ -139,3 +137,49 @@ def test_goldens_without_passages_are_asked_anew(gpt2_out: Path, tmp_path: Path)
 def test_generate_from_python(gpt2_out: Path) -> None:
     made: Any = nlpconvert.generate(gpt2_out / "onnx", ["5 7 9"], ids=True, max_new_tokens=4)
     assert len(made.rows) == 1 and len(made.rows[0].ids) == 4
+
+
+def copied(gpt2_out: Path, out: Path, change: Callable[[Path], None]) -> Path:
+    """A copy of OUT with its artifact changed and recorded as its own."""
+    shutil.copytree(gpt2_out, out)
+    change(out / "onnx")
+    data = json.loads((out / manifest.FILE).read_text())
+    data["steps"]["onnx"]["artifact"]["files"] = disk.hash_tree(out / "onnx")
+    (out / manifest.FILE).write_text(json.dumps(data))
+    return out
+
+
+def test_other_generation_settings_are_not_the_checkpoints(gpt2_out: Path, tmp_path: Path) -> None:
+    def change(onnx_dir: Path) -> None:
+        path = onnx_dir / "generation_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 5, "repetition_penalty": 1.8}))
+
+    (outcome,) = pipeline.verify(copied(gpt2_out, tmp_path / "out", change))
+    assert outcome.status == "drift"
+    assert outcome.reason.startswith("onnx/generation_config.json is not the checkpoint's generation_config.json")
+
+
+def test_a_cache_that_does_not_come_out_is_a_drift_with_reports(
+    gpt2_out: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def change(onnx_dir: Path) -> None:
+        model = onnx.load(onnx_dir / "model.onnx", load_external_data=False)
+        (lost,) = [value for value in model.graph.output if value.name == "present.1.value"]
+        model.graph.output.remove(lost)
+        (onnx_dir / "model.onnx").write_bytes(model.SerializeToString())
+
+    out, junit = copied(gpt2_out, tmp_path / "out", change), tmp_path / "v.xml"
+    assert cli._main(["verify", str(out), "--junit", str(junit)]) == 1
+    told = capfd.readouterr().out
+    assert "output present.1.value is missing" in told
+    assert "the graph takes past_key_values.1.value and gives nothing back for it" in told
+    assert junit.is_file()
+
+
+def test_weights_that_are_cut_off_are_told(gpt2_out: Path, tmp_path: Path) -> None:
+    def change(onnx_dir: Path) -> None:
+        data = (onnx_dir / "model.onnx.data").read_bytes()
+        (onnx_dir / "model.onnx.data").write_bytes(data[: len(data) // 2])
+
+    (outcome,) = pipeline.verify(copied(gpt2_out, tmp_path / "out", change))
+    assert outcome.status == "drift" and outcome.reason.startswith("model.onnx.data is cut off: it is ")

@@ -45,6 +45,25 @@ def onnx_graph(path: Path) -> Any:
     return onnx.load(str(path), load_external_data=False).graph
 
 
+def cut_off(path: Path) -> str:
+    """Which data file of an ONNX file is missing or shorter than the graph reads it, in one sentence; "" if none is, or
+    the file itself cannot be read."""
+    try:
+        graph = onnx_graph(path)
+    except Exception:  # protobuf raises several kinds
+        return ""
+    for tensor in graph.initializer:
+        said = {entry.key: entry.value for entry in tensor.external_data}
+        if not said.get("location"):
+            continue
+        file, end = path.parent / said["location"], int(said.get("offset", 0)) + int(said.get("length", 0))
+        if not file.is_file():
+            return f"{file.name}, which {path.name} reads its weights from, is not there"
+        if (size := file.stat().st_size) < end:
+            return f"{file.name} is cut off: it is {size:,} bytes long, and {path.name} reads {end:,}"
+    return ""
+
+
 def onnx_specs(graph: Any) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
     """Inputs and outputs as a GraphProto declares them.
 
