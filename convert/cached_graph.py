@@ -81,7 +81,12 @@ def export(module: torch.nn.Module, call: Call, opset: int) -> onnx_ir.Model:
     onnx_graph.share_weights(graph)
     onnx_graph.name_axes(graph, {spec.name: [str(size) for size in spec.shape] for spec in call.inputs}, ())
     _name_shapes(graph.inputs, call.inputs, "input")
-    _name_shapes(graph.outputs, call.outputs, "output")
+    named = _name_shapes(graph.outputs, call.outputs, "output")
+    for value in (output for node in graph.all_nodes() for output in node.outputs):
+        if value.shape is not None:  # past and new together have one name, wherever they stand
+            value.shape = onnx_ir.Shape(
+                [size if isinstance(size, int) else named.get(str(size.value), size.value) for size in value.shape]
+            )
     onnx_graph.name_weights(graph)
     onnx_graph.clean_metadata(program)
     return program
@@ -135,9 +140,12 @@ def _counting(output: onnx_ir.Value) -> set[str]:
     return found
 
 
-def _name_shapes(values: Sequence[onnx_ir.Value], specs: Sequence[TensorSpec], what: str) -> None:
-    """Gives inputs or outputs the axes of their specs. Raises ConversionError for a fixed size that should be dynamic,
-    or another than the spec's."""
+def _name_shapes(values: Sequence[onnx_ir.Value], specs: Sequence[TensorSpec], what: str) -> dict[str, str]:
+    """Gives inputs or outputs the axes of their specs; returns what the axes were called, to what they are called.
+
+    Raises ConversionError for a fixed size that should be dynamic, or another than the spec's.
+    """
+    named: dict[str, str] = {}
     rows = {spec.name: spec for spec in specs}
     for value in values:
         spec = rows[str(value.name)]
@@ -153,4 +161,7 @@ def _name_shapes(values: Sequence[onnx_ir.Value], specs: Sequence[TensorSpec], w
                 raise ConversionError(
                     f"axis {axis} of the {what} {spec.name} came out of the exporter as {size}, not {said}"
                 )
+            if isinstance(said, str) and isinstance(size, onnx_ir.SymbolicDim) and size.value is not None:
+                named[str(size.value)] = said
         value.shape = onnx_ir.Shape(list(spec.shape))
+    return named
