@@ -209,12 +209,15 @@ def _only_encoder(program: onnx_ir.Model, path: Path) -> None:
             output.name = STATES
     for node in graph.all_nodes():
         node.name = (node.name or "").removeprefix(PREFIX)
-    for name, value in list(graph.initializers.items()):
-        if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in graph.initializers:
-            graph.initializers.pop(name)
-            value.name = name.removeprefix(PREFIX)
-            graph.register_initializer(value)
+    # A converter may have left the decoder's name on what both share, a mask for one: those stay as they are.
     names = {value.name for value in _values(graph)}
+    for name, value in list(graph.initializers.items()):
+        plain = name.removeprefix(PREFIX)
+        if plain != name and plain not in names:
+            graph.initializers.pop(name)
+            value.name = plain
+            graph.register_initializer(value)
+            names.add(plain)
     for value in _values(graph):
         plain = (value.name or "").removeprefix(PREFIX)
         if plain != value.name and plain not in names and not value.is_initializer():
