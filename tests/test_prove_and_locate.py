@@ -21,7 +21,7 @@ import onnx
 import pytest
 import torch
 
-from nlpconvert import breaks, cli, judging, locating, manifest, models, pipeline, proving, report_proof, source
+from nlpconvert import breaks, cli, judging, locating, manifest, models, pairs, pipeline, proving, report_proof, source
 from nlpconvert.artifact import Artifact
 from nlpconvert.breaks import Asked, Break, Broken, NotApplicable
 from nlpconvert.convert import breaking, tapping
@@ -233,10 +233,13 @@ def check_exact(found: dict[str, tuple[Located, str]]) -> None:
 @pytest.mark.parametrize("name", list(FIXTURES))
 def test_a_trained_model_broken_anywhere_is_located(fixtures_dir: Path, tmp_path: Path, name: str) -> None:
     whole = subject(made(fixtures_dir / name, tmp_path / "out", "onnx"), "onnx")
-    between = located(whole, tmp_path, lambda file: locating.between(file, whole.artifact, whole.cases, options=ONE))
-    by_model = located(
-        whole, tmp_path, lambda file: locating.with_model(file, lambda: whole.module, whole.cases, options=ONE)
-    )
+    with pairs.as_one(whole.artifact) as whole.artifact:
+        between = located(
+            whole, tmp_path, lambda file: locating.between(file, whole.artifact, whole.cases, options=ONE)
+        )
+        by_model = located(
+            whole, tmp_path, lambda file: locating.with_model(file, lambda: whole.module, whole.cases, options=ONE)
+        )
     assert len(between) == len(by_model) == FIXTURES[name]
     check_exact(between)
     check_exact(by_model)
