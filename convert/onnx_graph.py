@@ -7,8 +7,9 @@ what the graph computes.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir
@@ -218,6 +219,31 @@ def clean_metadata(program: onnx_ir.Model) -> None:
 def save(program: onnx_ir.Model, path: Path) -> None:
     """Writes `path` and, for tensors of a kilobyte and more, `<name>.data` beside it, under a bare file name."""
     onnx_ir.save(program, path, external_data=f"{path.name}.data", size_threshold_bytes=INSIDE_BYTES)
+
+
+def save_together(
+    programs: Mapping[str, onnx_ir.Model],
+    holders: Iterable[tuple[Any, Sequence[onnx_ir.Value]]],
+    directory: Path,
+    data: str,
+) -> None:
+    """Writes several graphs by file name, and in one data file each tensor of `holders` once, for all values that hold
+    it."""
+    held = list(holders)
+    written = onnx_ir.external_data.convert_tensors_to_external([tensor for tensor, _ in held], directory, data)
+    for external, (_, values) in zip(written, held, strict=True):
+        for value in values:
+            value.const_value = onnx_ir.ExternalTensor(
+                external.location,
+                external.offset,
+                external.length,
+                external.dtype,
+                shape=external.shape,
+                name=str(value.name),
+                base_dir=directory,
+            )
+    for name, program in programs.items():
+        onnx_ir.save(program, directory / name)
 
 
 def specs(graph: onnx_ir.Graph) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:

@@ -300,19 +300,4 @@ def _save(programs: Mapping[str, onnx_ir.Model], directory: Path) -> None:
             tensor = value.const_value
             if tensor is not None and tensor.nbytes >= onnx_graph.INSIDE_BYTES:
                 holders.setdefault(_place(tensor) or (id(tensor),), (tensor, []))[1].append(value)
-    written = onnx_ir.external_data.convert_tensors_to_external(
-        [tensor for tensor, _ in holders.values()], directory, DATA_FILE
-    )
-    for external, (_, values) in zip(written, holders.values(), strict=True):
-        for value in values:
-            value.const_value = onnx_ir.ExternalTensor(
-                external.location,
-                external.offset,
-                external.length,
-                external.dtype,
-                shape=external.shape,
-                name=str(value.name),
-                base_dir=directory,
-            )
-    for name, program in programs.items():
-        onnx_ir.save(program, directory / name)
+    onnx_graph.save_together(programs, holders.values(), directory, DATA_FILE)

@@ -116,6 +116,15 @@ def empty(inputs: Iterable[TensorSpec], batch: int) -> dict[str, np.ndarray]:
     return arrays
 
 
+def decoder_inputs(batch: Mapping[str, np.ndarray], made: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What a pair's decoder takes of a source and a target (`batch`) and of what the encoder has `made` of it."""
+    return {
+        "input_ids": batch["decoder_input_ids"],
+        "encoder_attention_mask": batch["attention_mask"],
+        **{past_of(name): array for name, array in made.items() if is_present(name)},
+    }
+
+
 def token_bytes(layers: Sequence[CacheLayer], element: int = 4) -> int:
     """Bytes that the cache grows by for each token of each row, in elements of `element` bytes."""
     return sum(layer.heads * (layer.key_dim + layer.value_dim) for layer in layers) * element

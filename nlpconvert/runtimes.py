@@ -40,8 +40,8 @@ RUNTIMES: dict[str, Runtime] = {
     )
 }
 
-
 _AHEAD = 64 << 20
+"""Bytes of answers up to which those of two batches are held at once."""
 WRITERS: dict[str, str] = {"onnx": "nlpconvert.backends.writing", "tensorrt": "nlpconvert.backends.trt_writing"}
 """By format, what writes with a cache."""
 

@@ -19,7 +19,7 @@ from nlpconvert.artifact import Outcome
 from nlpconvert.backends import writing
 from nlpconvert.source import load
 from nlpconvert.writer import encodes
-from tests import tiny
+from tests import tiny, writers
 from tests.test_cached import ALL as DECODERS
 from tests.test_cached import MORE as MORE_DECODERS
 from tests.test_cached import each, free
@@ -76,14 +76,7 @@ def gpt2_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rewire(out: Path, names: dict[str, str]) -> None:
     """Gives outputs of the graph each other's names, as a careless exporter would, and records the file as its own."""
-    path = out / "onnx" / "model.onnx"
-    graph = onnx.load(path, load_external_data=False)
-    for node in graph.graph.node:
-        for place, value in enumerate(node.output):
-            node.output[place] = names.get(value, value)
-        for place, value in enumerate(node.input):
-            node.input[place] = names.get(value, value)
-    path.write_bytes(graph.SerializeToString())
+    writers.rename(out / "onnx" / "model.onnx", names)
     data = json.loads((out / manifest.FILE).read_text())
     data["steps"]["onnx"]["artifact"]["files"] = disk.hash_tree(out / "onnx")
     (out / manifest.FILE).write_text(json.dumps(data))

@@ -49,7 +49,12 @@ def rewired(directory: Path, out: Path, names: dict[str, str]) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     for file in directory.iterdir():
         (out / file.name).write_bytes(file.read_bytes())
-    path = out / (PAIR_DECODER if (out / PAIR_DECODER).is_file() else DECODER)
+    rename(out / (PAIR_DECODER if (out / PAIR_DECODER).is_file() else DECODER), names)
+    return out
+
+
+def rename(path: Path, names: dict[str, str]) -> None:
+    """Gives values of a graph each other's names, wherever they stand in its nodes."""
     model = onnx.load(path, load_external_data=False)
     for node in model.graph.node:
         for place, output in enumerate(node.output):
@@ -57,4 +62,3 @@ def rewired(directory: Path, out: Path, names: dict[str, str]) -> Path:
         for place, given in enumerate(node.input):
             node.input[place] = names.get(given, given)
     path.write_bytes(model.SerializeToString())
-    return out

@@ -84,12 +84,9 @@ class PairSession:
     def run(self, batch: Batch) -> dict[str, np.ndarray]:
         """Arrays by input name to arrays by output name."""
         made = self.encoder.tap(batch, self._made)
-        given = {
-            "input_ids": batch["decoder_input_ids"],
-            "encoder_attention_mask": batch["attention_mask"],
-            **{cache_names.past_of(name): array for name, array in made.items() if cache_names.is_present(name)},
+        return self.decoder.run(cache_names.decoder_inputs(batch, made)) | {
+            "encoder_last_hidden_state": made["last_hidden_state"]
         }
-        return self.decoder.run(given) | {"encoder_last_hidden_state": made["last_hidden_state"]}
 
     def close(self) -> None:
         """Frees both sessions' memory."""

@@ -114,12 +114,9 @@ class EnginePair:
     def run(self, batch: Batch) -> dict[str, np.ndarray]:
         """One forward pass of both. Raises as `EngineSession.run` does."""
         made = self.encoder.infer({name: batch[name] for name in ("input_ids", "attention_mask")})
-        given = {
-            "input_ids": batch["decoder_input_ids"],
-            "encoder_attention_mask": batch["attention_mask"],
-            **{cache_names.past_of(name): array for name, array in made.items() if cache_names.is_present(name)},
+        return self.decoder.run(cache_names.decoder_inputs(batch, made)) | {
+            "encoder_last_hidden_state": made["last_hidden_state"]
         }
-        return self.decoder.run(given) | {"encoder_last_hidden_state": made["last_hidden_state"]}
 
     def close(self) -> None:
         """Frees what both hold on the GPU."""
