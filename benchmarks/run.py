@@ -23,6 +23,7 @@ import locate
 import measure
 import memory
 import quantization
+import serving
 import startup
 import verification
 import writing
@@ -36,6 +37,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "memory": memory,
     "locate": locate,
     "write": writing,
+    "serve": serving,
     "gate": gate,
 }
 README = measure.HERE / "README.md"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -38,6 +40,21 @@ def minilm() -> Path:
             if (directory / "model.safetensors").is_file():
                 return directory
     pytest.fail(f"{MINILM_PACKAGE} is installed without model/model.safetensors: {advice}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def tritonserver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real Triton: NLPCONVERT_TRITONSERVER, else made by scripts/triton_env.sh (about a minute)."""
+    given = os.environ.get("NLPCONVERT_TRITONSERVER")
+    if given:
+        return Path(given)
+    place = tmp_path_factory.mktemp("triton") / "env"
+    environment = {**os.environ, "PYTHON": sys.executable}
+    made = subprocess.run(
+        [ROOT / "scripts" / "triton_env.sh", place], capture_output=True, text=True, check=False, env=environment
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    return place / "bin" / "tritonserver"
 
 
 # -- what several tests start from: built once for a session, never changed, copied by whoever changes it --------------

@@ -85,3 +85,14 @@ def test_memory_prints_its_ratio(tmp_path: Path) -> None:
     assert ratios(printed, "peak / bytes of the weights")[0] > 1.3
     assert "(missed)" in printed
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_serve_holds_predictions_against_a_real_triton(
+    minilm: Path, tritonserver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NLPCONVERT_TRITONSERVER", str(tritonserver))
+    code, printed, errors = run("serve", "--model", minilm)
+    assert code in (0, 1), errors
+    assert len(ratios(printed, "p50")) == len(ratios(printed, "throughput")) == 4
+    assert "ms taken out" in printed

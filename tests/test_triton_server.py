@@ -104,21 +104,6 @@ def test_one_that_is_never_ready_is_stopped_with_its_children(tmp_path: Path) ->
 # -- a real one -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def tritonserver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real Triton: NLPCONVERT_TRITONSERVER, else made by scripts/triton_env.sh (about a minute)."""
-    given = os.environ.get("NLPCONVERT_TRITONSERVER")
-    if given:
-        return Path(given)
-    place = tmp_path_factory.mktemp("triton") / "env"
-    environment = {**os.environ, "PYTHON": sys.executable}
-    made = subprocess.run(
-        [ROOT / "scripts" / "triton_env.sh", place], capture_output=True, text=True, check=False, env=environment
-    )
-    assert made.returncode == 0, made.stdout + made.stderr
-    return place / "bin" / "tritonserver"
-
-
 def checked(out: Path, repo: Path, program: Path, **given: bool) -> list[Outcome]:
     """What a check finds."""
     return serving.check(
