@@ -17,12 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from nlpconvert import endpoints, manifest, models, queueing, tokens, triton, triton_server
+from nlpconvert import manifest, models, tokens
 from nlpconvert.backends import served
+from nlpconvert.bench import queueing
+from nlpconvert.bench.queueing import Policy, Surface
 from nlpconvert.inputs import data_cases
 from nlpconvert.progress import Silent
-from nlpconvert.queueing import Policy, Surface
-from nlpconvert.triton import Wanted
+from nlpconvert.triton import endpoints, repository
+from nlpconvert.triton import server as triton_server
+from nlpconvert.triton.repository import Wanted
 
 STEP = "onnx"
 NAME = "asked"
@@ -48,7 +51,7 @@ def main(server: str, out: str, bench: str, texts: str, most: str, delay: str, l
         wanted = Wanted(
             name=NAME, backend="python", max_batch=policy.max_batch, max_delay=f"{policy.delay * 1000:g}ms", threads=1
         )
-        triton.write(Path(out), STEP, repo, wanted)
+        repository.write(Path(out), STEP, repo, wanted)
         with triton_server.running(Path(server), repo, Silent()) as (http, _):
             client = served.HttpClient(endpoints.Place("http", "127.0.0.1", http, NAME))
             client.describe()

@@ -52,7 +52,8 @@ def bench(
 
     It ends in 1 where --p99 cannot be met. The JSON is what `nlpconvert triton --batching` reads.
     """
-    from nlpconvert import benching, report_bench
+    from nlpconvert import report_bench
+    from nlpconvert.bench import benching
 
     if html is not None:
         from nlpconvert import html_bench

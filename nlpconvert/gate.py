@@ -139,7 +139,7 @@ def verify(
     _check_reports(out if ours else keep, junit=junit, json=json, html=html)
     with Terminal(quiet) as terminal:
         if endpoint is not None:
-            from nlpconvert import serving
+            from nlpconvert.triton import serving
 
             outcomes = serving.endpoint(
                 out, step[0] if step else None, endpoint, options=given, progress=terminal, settings=chosen,

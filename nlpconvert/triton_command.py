@@ -15,7 +15,7 @@ from nlpconvert.terminal import Terminal
 
 if TYPE_CHECKING:
     from nlpconvert.artifact import Outcome
-    from nlpconvert.triton import Repository
+    from nlpconvert.triton.repository import Repository
 
 
 def triton(
@@ -55,8 +55,9 @@ def triton(
 
     With --check a repository that is there already is asked as it is.
     """
-    from nlpconvert import pipeline, serving, triton_files, triton_server
-    from nlpconvert import triton as repository
+    from nlpconvert import pipeline
+    from nlpconvert.triton import files, server, serving
+    from nlpconvert.triton import repository as repository
 
     given = options(tolerance=tolerance, threads=threads)
     forgiven = pipeline.forgivable(names(allow_unverified))
@@ -65,7 +66,7 @@ def triton(
             if value:
                 raise UsageError(f"{option} is about asking a server: give --check as well")
     else:
-        triton_server.find(tritonserver)  # told before anything is written
+        server.find(tritonserver)  # told before anything is written
     wanted = repository.Wanted(
         name=name,
         backend=backend,
@@ -77,13 +78,13 @@ def triton(
         threads=threads,
         gpu=gpu,
     )
-    there = (repo / triton_files.SIDECAR).is_file()
+    there = (repo / files.SIDECAR).is_file()
     if check and there:
         if wanted != repository.Wanted(threads=threads):
             raise UsageError(f"{repo} is there already and is asked as it is; leave out what describes a new one")
-        triton_files.check_step(repo, step)
+        files.check_step(repo, step)
     else:
-        made = repository.write(out, triton_files.one_step(out, step), repo, wanted, force=force)
+        made = repository.write(out, files.one_step(out, step), repo, wanted, force=force)
         _tell_repository(made, quiet, err=str(json) == "-")
     if not check:
         return

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nlpconvert import bench_asking, benching, policies, timing
-from nlpconvert.bench_asking import Rows, Texts
-from nlpconvert.bench_findings import findings
-from nlpconvert.benching import Wishes
+from nlpconvert.bench import asking, benching, policies, timing
+from nlpconvert.bench.asking import Rows, Texts
+from nlpconvert.bench.benching import Wishes
+from nlpconvert.bench.findings import findings
+from nlpconvert.bench.timing import Rule, Timed
 from nlpconvert.errors import UsageError
 from nlpconvert.inputs import Case
 from nlpconvert.models import Facts, OutputRow
-from nlpconvert.timing import Rule, Timed
 
 FACTS = Facts(
     model_type="bert",
@@ -207,12 +207,12 @@ def test_a_batch_of_any_size_is_made_of_real_tokens_and_always_the_same() -> Non
 
 
 def test_lengths_past_the_limit_give_way_or_are_refused_where_they_were_named() -> None:
-    assert bench_asking.lengths_for(FACTS, (16, 64, 512), named=False) == (
+    assert asking.lengths_for(FACTS, (16, 64, 512), named=False) == (
         (16, 32),
         "lengths above the model's 32 tokens were measured at 32",
     )
     with pytest.raises(UsageError, match="--length 64: the model takes 32 tokens at most"):
-        bench_asking.lengths_for(FACTS, (16, 64), named=True)
+        asking.lengths_for(FACTS, (16, 64), named=True)
 
 
 def test_texts_lose_their_padding_and_get_that_of_a_plan() -> None:

@@ -17,9 +17,10 @@ import jsonschema
 import pytest
 import typer
 
-from nlpconvert import bench_command, bench_subjects, benching, html_bench, manifest, report_bench
-from nlpconvert.bench_worker import Failed, Worker
-from nlpconvert.benching import Wishes
+from nlpconvert import bench_command, html_bench, manifest, report_bench
+from nlpconvert.bench import benching, subjects
+from nlpconvert.bench.benching import Wishes
+from nlpconvert.bench.worker import Failed, Worker
 from nlpconvert.errors import UsageError
 from nlpconvert.plan import Options
 
@@ -130,7 +131,7 @@ def test_a_changed_artifact_is_not_opened(classifier_out: Path, tmp_path: Path) 
     out = tmp_path / "out"
     shutil.copytree(classifier_out, out)
     (out / "onnx" / "model.onnx").write_bytes(b"something else")
-    found = bench_subjects.subjects(manifest.read(out), out, ["onnx"], None)[1]
+    found = subjects.subjects(manifest.read(out), out, ["onnx"], None)[1]
     assert found.reason.endswith("has changed since it was verified; it was not opened")
     assert found.changed
     worker = Worker("onnx")  # nor does a process open it
@@ -146,10 +147,10 @@ def test_without_the_model_pytorch_is_not_run_and_says_so(classifier_out: Path) 
     moved = manifest.from_json(
         {**json.loads(json.dumps(record.to_json())), "source": {**record.source, "path": "/nowhere"}}
     )
-    found = bench_subjects.subjects(moved, classifier_out, [], None)
+    found = subjects.subjects(moved, classifier_out, [], None)
     assert found[0].reason == "the model is no longer where it was: give --model"
     with pytest.raises(UsageError, match="give that one as --model"):
-        bench_subjects.subjects(record, classifier_out, [], str(ROOT / "fixtures" / "bert-text-classifier"))
+        subjects.subjects(record, classifier_out, [], str(ROOT / "fixtures" / "bert-text-classifier"))
 
 
 def test_an_unknown_step_is_refused(classifier_out: Path) -> None:
@@ -176,7 +177,7 @@ def test_a_process_that_dies_is_told_and_leaves_nothing(classifier_out: Path) ->
 def test_a_process_stands_still_between_turns_and_ends_with_its_parent(classifier_out: Path, tmp_path: Path) -> None:
     told = tmp_path / "pid"
     program = (
-        "import sys, time; from pathlib import Path; from nlpconvert.bench_worker import Worker; "
+        "import sys, time; from pathlib import Path; from nlpconvert.bench.worker import Worker; "
         "from nlpconvert.plan import Options; worker = Worker('onnx'); "
         f"worker.open(Path({str(classifier_out)!r}), Options(threads=1), None, [(1, 4)]); "
         f"Path({str(told)!r}).write_text(str(worker.pid)); time.sleep(60)"

@@ -8,9 +8,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from nlpconvert import queueing
+from nlpconvert.bench import queueing
+from nlpconvert.bench.queueing import Policy, Surface
 from nlpconvert.errors import UsageError
-from nlpconvert.queueing import Policy, Surface
 
 ONE = Surface((1,), (10,), ((0.01,),))
 # A pass of n rows of 10 tokens takes 10 ms and 1 ms more for each row; twice as many tokens, twice the rows' part.

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nlpconvert import endpoints, manifest, models, runtimes, serving
+from nlpconvert import manifest, models, runtimes
 from nlpconvert.backends import Batch, served
-from nlpconvert.endpoints import Counts
 from nlpconvert.errors import DriftError, UsageError
 from nlpconvert.plan import Options
 from nlpconvert.progress import Silent
 from nlpconvert.settings import Settings
+from nlpconvert.triton import endpoints, serving
+from nlpconvert.triton.endpoints import Counts
 
 Answer = Callable[[Batch], Mapping[str, np.ndarray]]
 

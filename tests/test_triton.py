@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nlpconvert import disk, golden, manifest, models, triton, triton_config, triton_files, triton_plan
+from nlpconvert import disk, golden, manifest, models
 from nlpconvert.artifact import Artifact, TensorSpec
 from nlpconvert.errors import DriftError, UsageError
 from nlpconvert.profiles import Profile
-from nlpconvert.triton import Wanted
-from nlpconvert.triton_plan import Batching, Tensor
+from nlpconvert.triton import config as triton_config
+from nlpconvert.triton import files as triton_files
+from nlpconvert.triton import plan, repository
+from nlpconvert.triton.plan import Batching, Tensor
+from nlpconvert.triton.repository import Wanted
 
 IDS = TensorSpec("input_ids", "int64", ("batch", "sequence"))
 MASK = TensorSpec("attention_mask", "int64", ("batch", "sequence"))
@@ -48,7 +51,7 @@ PROFILE = Profile({"batch": 1}, {"batch": 4}, {"batch": 8})
 def chosen(**given: Any) -> Batching:
     """`choose_batching` with what is not given left out."""
     asked: dict[str, Any] = dict.fromkeys(("file", "max_batch", "max_delay", "instances", "profile"))
-    return triton_plan.choose_batching(**{**asked, **given})
+    return plan.choose_batching(**{**asked, **given})
 
 
 def test_an_engine_batches_as_far_as_its_profile_goes() -> None:
@@ -65,13 +68,13 @@ def test_a_profile_that_batching_contradicts_is_refused() -> None:
 
 @pytest.mark.parametrize(("text", "microseconds"), [("5ms", 5000), ("500us", 500), ("0.01s", 10000), ("0ms", 0)])
 def test_delays(text: str, microseconds: int) -> None:
-    assert triton_plan.delay(text) == microseconds
+    assert plan.delay(text) == microseconds
 
 
 @pytest.mark.parametrize("text", ["5", "ms", "-1ms", "5 minutes", "", "90s"])
 def test_what_is_no_delay_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--max-delay"):
-        triton_plan.delay(text)
+        plan.delay(text)
 
 
 def test_batching_is_read_from_what_bench_recommends(tmp_path: Path) -> None:
@@ -108,21 +111,21 @@ def test_what_recommends_nothing_is_refused(text: str, said: str, tmp_path: Path
 
 
 def test_engines_that_triton_cannot_load_are_refused() -> None:
-    assert triton_plan.choose_backend(engine(), None) == "tensorrt"
+    assert plan.choose_backend(engine(), None) == "tensorrt"
     with pytest.raises(UsageError, match="an engine of tensorrt-rtx, and Triton's tensorrt backend loads those of"):
-        triton_plan.choose_backend(engine(builder="tensorrt-rtx"), None)
+        plan.choose_backend(engine(builder="tensorrt-rtx"), None)
     with pytest.raises(UsageError, match="--backend onnxruntime does not run tensorrt: give tensorrt or python"):
-        triton_plan.choose_backend(engine(), "onnxruntime")
+        plan.choose_backend(engine(), "onnxruntime")
     with pytest.raises(UsageError, match="not by the Python one"):
-        triton_plan.choose_backend(engine(), "python")
+        plan.choose_backend(engine(), "python")
 
 
 def test_a_cache_stays_inside_the_python_backend() -> None:
     past = TensorSpec("past_key_values.0.key", "float32", ("batch", 2, "past_sequence", 4))
     cached = replace(engine(), format="onnx", inputs=(IDS, MASK, past))
-    assert triton_plan.choose_backend(cached, None) == "python"
+    assert plan.choose_backend(cached, None) == "python"
     with pytest.raises(UsageError, match="its clients would have to send along: --backend python keeps it inside"):
-        triton_plan.choose_backend(cached, "onnxruntime")
+        plan.choose_backend(cached, "onnxruntime")
 
 
 # -- config.pbtxt -----------------------------------------------------------------------------------------------------
@@ -166,7 +169,7 @@ def test_an_unknown_element_type_is_refused() -> None:
 
 def test_an_onnx_repository_holds_what_the_manifest_says(out: Path, tmp_path: Path) -> None:
     repo = tmp_path / "repo"
-    made = triton.write(out, "onnx", repo, Wanted(name="classifier", max_batch=8, max_delay="5ms"))
+    made = repository.write(out, "onnx", repo, Wanted(name="classifier", max_batch=8, max_delay="5ms"))
     record = manifest.read(out)
     artifact = record.artifact("onnx", out)
     there = disk.hash_tree(repo)
@@ -193,7 +196,7 @@ def test_an_onnx_repository_holds_what_the_manifest_says(out: Path, tmp_path: Pa
 
 def test_warmups_are_rows_of_the_goldens(out: Path, tmp_path: Path) -> None:
     repo = tmp_path / "repo"
-    triton.write(out, "onnx", repo, Wanted(name="m"))
+    repository.write(out, "onnx", repo, Wanted(name="m"))
     cases = {case.name: case for case in golden.read(out / manifest.GOLDEN)[0]}
     files = sorted((repo / "m" / "warmup").iterdir())
     assert len(files) == 2 * len(manifest.read(out).artifact("onnx", out).inputs)
@@ -203,7 +206,7 @@ def test_warmups_are_rows_of_the_goldens(out: Path, tmp_path: Path) -> None:
 
 
 def test_text_goes_in_where_it_is_asked_for(out: Path, tmp_path: Path) -> None:
-    made = triton.write(out, "onnx", tmp_path / "repo", Wanted(name="m", backend="python", tokenizer=True))
+    made = repository.write(out, "onnx", tmp_path / "repo", Wanted(name="m", backend="python", tokenizer=True))
     assert made.models == ("m", "m_tokenizer", "m_text")
     chain = triton_config.read(tmp_path / "repo" / "m_text" / "config.pbtxt")
     assert chain.platform == "ensemble" and chain.models == ("m_tokenizer", "m")
@@ -231,7 +234,7 @@ def test_a_classifier_has_its_labels(out: Path, tmp_path: Path) -> None:
 def test_torchscript_gives_a_tuple_and_the_same_answers(out: Path, tmp_path: Path) -> None:
     import torch
 
-    triton.write(out, "torchscript", tmp_path / "repo", Wanted(name="m"))
+    repository.write(out, "torchscript", tmp_path / "repo", Wanted(name="m"))
     record = manifest.read(out)
     artifact = record.artifact("torchscript", out)
     case = next(case for case in golden.read(out / manifest.GOLDEN)[0] if case.name == "right-padded")
@@ -248,37 +251,37 @@ def test_changed_files_are_not_served(name: str, out: Path, tmp_path: Path) -> N
     with (out / "onnx" / name).open("ab") as file:
         file.write(b"\0")
     with pytest.raises(DriftError, match=f"onnx/{name} has changed since it was verified"):
-        triton.write(out, "onnx", tmp_path / "repo", Wanted(name="m"))
+        repository.write(out, "onnx", tmp_path / "repo", Wanted(name="m"))
     assert not (tmp_path / "repo").exists()
 
 
 def test_a_place_that_is_taken_is_left_alone(out: Path, tmp_path: Path) -> None:
     repo = tmp_path / "repo"
-    triton.write(out, "onnx", repo, Wanted(name="m"))
+    repository.write(out, "onnx", repo, Wanted(name="m"))
     with pytest.raises(UsageError, match="is there already; --force replaces it"):
-        triton.write(out, "onnx", repo, Wanted(name="other"))
-    triton.write(out, "onnx", repo, Wanted(name="other"), force=True)
+        repository.write(out, "onnx", repo, Wanted(name="other"))
+    repository.write(out, "onnx", repo, Wanted(name="other"), force=True)
     assert (repo / "other").is_dir() and not (repo / "m").exists()
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "letter.txt").write_text("keep me")
     with pytest.raises(UsageError, match="holds files that are not of a repository made here"):
-        triton.write(out, "onnx", mine, Wanted(name="m"), force=True)
+        repository.write(out, "onnx", mine, Wanted(name="m"), force=True)
     with pytest.raises(UsageError, match="a directory of its own, beside"):
-        triton.write(out, "onnx", out / "repo", Wanted(name="m"))
+        repository.write(out, "onnx", out / "repo", Wanted(name="m"))
 
 
 def test_names_that_would_lead_elsewhere_are_refused(out: Path, tmp_path: Path) -> None:
     for name in ("../m", "", "a b", ".m"):
         with pytest.raises(UsageError, match="a model's name is letters"):
-            triton.write(out, "onnx", tmp_path / "repo", Wanted(name=name or " "))
+            repository.write(out, "onnx", tmp_path / "repo", Wanted(name=name or " "))
 
 
 def test_an_engine_of_rtx_is_not_written(out: Path, tmp_path: Path) -> None:
     if manifest.read(out).steps["trt"].outcome.artifact is None:
         pytest.fail("the line made no engine")
     with pytest.raises(UsageError, match="is an engine of tensorrt-rtx"):
-        triton.write(out, "trt", tmp_path / "repo", Wanted(name="m"))
+        repository.write(out, "trt", tmp_path / "repo", Wanted(name="m"))
 
 
 @pytest.mark.parametrize(
@@ -293,7 +296,7 @@ def test_a_wrong_configuration_is_seen_before_a_server_is(
     old: str, new: str, said: str, out: Path, tmp_path: Path
 ) -> None:
     repo = tmp_path / "repo"
-    triton.write(out, "onnx", repo, Wanted(name="m"))
+    repository.write(out, "onnx", repo, Wanted(name="m"))
     config = repo / "m" / "config.pbtxt"
     config.write_text(config.read_text().replace(old, new))
     problems = triton_files.examine(repo, manifest.read(out), out)
@@ -303,7 +306,7 @@ def test_a_wrong_configuration_is_seen_before_a_server_is(
 
 def test_missing_weights_are_seen_before_a_server_is(out: Path, tmp_path: Path) -> None:
     repo = tmp_path / "repo"
-    triton.write(out, "onnx", repo, Wanted(name="m"))
+    repository.write(out, "onnx", repo, Wanted(name="m"))
     (repo / "m/1/model.onnx.data").unlink()
     problems = triton_files.examine(repo, manifest.read(out), out)
     assert problems[0] == "m/1/model.onnx.data is missing, and the model is opened with it"
@@ -311,7 +314,7 @@ def test_missing_weights_are_seen_before_a_server_is(out: Path, tmp_path: Path) 
 
 def test_what_triton_leaves_behind_is_no_change(out: Path, tmp_path: Path) -> None:
     repo = tmp_path / "repo"
-    triton.write(out, "onnx", repo, Wanted(name="m", backend="python"))
+    repository.write(out, "onnx", repo, Wanted(name="m", backend="python"))
     (repo / "m/1/__pycache__").mkdir()
     (repo / "m/1/__pycache__/model.cpython-311.pyc").write_bytes(b"x")
     assert triton_files.examine(repo, manifest.read(out), out) == []
@@ -329,8 +332,8 @@ def test_rows_that_depend_on_their_companions_are_told_before_writing(out: Path)
     record = manifest.read(out)
     artifact, facts = record.artifact("onnx", out), models.facts_from_data(record.facts)
     row = {"name": "logits", "flagged": 3, "worst_abs": 0.02, "cosine": 0.97, "kind": "company", "own": False}
-    (line,) = triton_plan.warnings(artifact, facts, {"outputs": [row]}, Batching(8))
+    (line,) = plan.warnings(artifact, facts, {"outputs": [row]}, Batching(8))
     assert line.startswith("onnx: a row's answer depends on the rows that share its batch: logits by 2.0e-02")
-    assert triton_plan.warnings(artifact, facts, {"outputs": [row]}, Batching(1)) == []
-    assert triton_plan.warnings(artifact, facts, {"outputs": [{**row, "flagged": 0}]}, Batching(8)) == []
-    assert "is not known" in triton_plan.warnings(artifact, facts, None, Batching(8))[0]
+    assert plan.warnings(artifact, facts, {"outputs": [row]}, Batching(1)) == []
+    assert plan.warnings(artifact, facts, {"outputs": [{**row, "flagged": 0}]}, Batching(8)) == []
+    assert "is not known" in plan.warnings(artifact, facts, None, Batching(8))[0]

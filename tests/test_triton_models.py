@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nlpconvert import generation, golden, inputs, judging, manifest, models, runtimes, tokens, triton
+from nlpconvert import generation, golden, inputs, judging, manifest, models, runtimes, tokens
 from nlpconvert.plan import Options
-from nlpconvert.triton import Wanted
+from nlpconvert.triton import repository
+from nlpconvert.triton.repository import Wanted
 
 
 def opened(version: Path) -> Any:
@@ -30,13 +31,13 @@ def opened(version: Path) -> Any:
 def repo(classifier_out: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository of the classifier for the Python backend, with its tokenizer."""
     place = tmp_path_factory.mktemp("served") / "repo"
-    triton.write(classifier_out, "onnx", place, Wanted(name="m", backend="python", tokenizer=True, threads=1))
+    repository.write(classifier_out, "onnx", place, Wanted(name="m", backend="python", tokenizer=True, threads=1))
     return place
 
 
 @pytest.mark.parametrize("step", ["onnx", "torchscript"])
 def test_mixed_lengths_are_one_batch_and_each_gets_its_own(step: str, classifier_out: Path, tmp_path: Path) -> None:
-    triton.write(classifier_out, step, tmp_path / "repo", Wanted(name="m", backend="python", threads=1))
+    repository.write(classifier_out, step, tmp_path / "repo", Wanted(name="m", backend="python", threads=1))
     model = opened(tmp_path / "repo" / "m" / "1")
     ran: list[int] = []
     run = model.model.run
@@ -51,7 +52,7 @@ def test_mixed_lengths_are_one_batch_and_each_gets_its_own(step: str, classifier
 
 
 def test_answers_by_token_are_cut_to_their_own_length(features_out: Path, tmp_path: Path) -> None:
-    triton.write(features_out, "onnx", tmp_path / "repo", Wanted(name="m", backend="python", threads=1))
+    repository.write(features_out, "onnx", tmp_path / "repo", Wanted(name="m", backend="python", threads=1))
     model = opened(tmp_path / "repo" / "m" / "1")
     cases = [case for case in golden.read(features_out / manifest.GOLDEN)[0] if case.name.startswith("length-")]
     assert len({case.inputs["input_ids"].shape for case in cases}) > 1
@@ -101,7 +102,7 @@ def test_what_is_written_is_what_the_artifact_writes(fixture: str, fixtures_dir:
 
     out, repo = tmp_path / "out", tmp_path / "repo"
     assert [o.status for o in pipeline.convert_step("onnx", str(fixtures_dir / fixture), out)] == ["agrees"]
-    made = triton.write(out, "onnx", repo, Wanted(name="m", threads=1))
+    made = repository.write(out, "onnx", repo, Wanted(name="m", threads=1))
     assert (made.backend, made.models) == ("python", ("m", "m_generate"))
     serving = json.loads((repo / "m_generate" / "1" / "serving.json").read_text())
     record = manifest.read(out)

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from nlpconvert import pipeline, serving, triton, triton_server
+from nlpconvert import pipeline
 from nlpconvert.artifact import Outcome
 from nlpconvert.errors import DriftError, MissingPackage
 from nlpconvert.plan import Options
 from nlpconvert.progress import Silent
 from nlpconvert.settings import Settings
-from nlpconvert.triton import Wanted
+from nlpconvert.triton import repository, server, serving
+from nlpconvert.triton.repository import Wanted
 from tests.conftest import ROOT
 
 
@@ -50,11 +51,11 @@ def running(program: str) -> list[str]:
 def test_no_tritonserver_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MissingPackage, match="there is no tritonserver on PATH"):
-        triton_server.find(None)
+        server.find(None)
     with pytest.raises(MissingPackage, match="is no program that can be started"):
-        triton_server.find(tmp_path / "nothing")
+        server.find(tmp_path / "nothing")
     program = script(tmp_path / "tritonserver", "exit 0")
-    assert triton_server.find(None) == program == triton_server.find(program)
+    assert server.find(None) == program == server.find(program)
 
 
 def test_a_backend_that_is_missing_is_told_apart(tmp_path: Path) -> None:
@@ -64,8 +65,8 @@ def test_a_backend_that_is_missing_is_told_apart(tmp_path: Path) -> None:
     )
     program = script(tmp_path / "tritonserver", f'echo "{line}"; exit 1')
     with (
-        pytest.raises(triton_server.BackendMissing, match="backend library for backend 'onnxruntime'"),
-        triton_server.running(program, tmp_path, Silent()),
+        pytest.raises(server.BackendMissing, match="backend library for backend 'onnxruntime'"),
+        server.running(program, tmp_path, Silent()),
     ):
         pytest.fail("it is not ready")
 
@@ -81,8 +82,8 @@ def test_a_backend_that_is_missing_is_told_apart(tmp_path: Path) -> None:
 def test_why_it_did_not_start(said: str, refused: bool, tmp_path: Path) -> None:
     program = script(tmp_path / "tritonserver", f'echo "E1130 22:15:16.05 1 x.cc:1] {said}"; exit 1')
     with (
-        pytest.raises(triton_server.DidNotStart, match=said.split(":")[0]) as raised,
-        triton_server.running(program, tmp_path, Silent()),
+        pytest.raises(server.DidNotStart, match=said.split(":")[0]) as raised,
+        server.running(program, tmp_path, Silent()),
     ):
         pytest.fail("it is not ready")
     assert raised.value.refused is refused
@@ -93,8 +94,8 @@ def test_one_that_is_never_ready_is_stopped_with_its_children(tmp_path: Path) ->
     program = script(tmp_path / "tritonserver", f"trap '' TERM; sleep {mark} & sleep {mark}")
     started = time.monotonic()
     with (
-        pytest.raises(triton_server.DidNotStart, match=r"was not ready within 0\.5 s"),
-        triton_server.running(program, tmp_path, Silent(), start=0.5),
+        pytest.raises(server.DidNotStart, match=r"was not ready within 0\.5 s"),
+        server.running(program, tmp_path, Silent(), start=0.5),
     ):
         pytest.fail("it is not ready")
     assert time.monotonic() - started < 5
@@ -140,7 +141,7 @@ def test_what_triton_serves_is_what_was_verified(
     name: str, tokenizer: bool, grpc: bool, fixtures_dir: Path, tritonserver: Path, tmp_path: Path
 ) -> None:
     out, repo = converted(fixtures_dir, name, tmp_path), tmp_path / "repo"
-    triton.write(out, "onnx", repo, Wanted(name="m", backend="python", tokenizer=tokenizer))
+    repository.write(out, "onnx", repo, Wanted(name="m", backend="python", tokenizer=tokenizer))
     (outcome,) = checked(out, repo, tritonserver, grpc=grpc)
     assert outcome.status == "agrees", (outcome.reason, outcome.verdict and outcome.verdict["structure"])
     found = together(outcome)
@@ -155,7 +156,7 @@ def served(fixtures_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     """OUT and a repository of the text classifier."""
     place = tmp_path_factory.mktemp("served")
     out = converted(fixtures_dir, "bert-text-classifier", place)
-    triton.write(out, "onnx", place / "repo", Wanted(name="m", backend="python"))
+    repository.write(out, "onnx", place / "repo", Wanted(name="m", backend="python"))
     return out, place / "repo"
 
 
@@ -164,7 +165,7 @@ def test_a_backend_that_this_triton_lacks_is_not_run(
     served: tuple[Path, Path], tritonserver: Path, tmp_path: Path
 ) -> None:
     out, repo = served[0], tmp_path / "repo"
-    triton.write(out, "onnx", repo, Wanted(name="m", max_batch=8))
+    repository.write(out, "onnx", repo, Wanted(name="m", max_batch=8))
     written, python = checked(out, repo, tritonserver)
     assert (written.step, written.status) == ("onnx", "not run")
     assert (python.step, python.status) == ("onnx (python backend)", "agrees")
@@ -212,7 +213,7 @@ def test_a_wrong_repository_is_caught_when_forced(
 @pytest.mark.slow
 def test_dynamic_quantization_is_warned_of_and_seen(fixtures_dir: Path, tritonserver: Path, tmp_path: Path) -> None:
     out = converted(fixtures_dir, "bert-text-classifier", tmp_path, "onnx-int8", int8_method="dynamic")
-    made = triton.write(out, "onnx-int8", tmp_path / "repo", Wanted(name="m", backend="python"))
+    made = repository.write(out, "onnx-int8", tmp_path / "repo", Wanted(name="m", backend="python"))
     assert any("depends on the rows that share its batch" in note for note in made.notes)
     (outcome,) = checked(out, tmp_path / "repo", tritonserver)
     found = together(outcome)
@@ -266,7 +267,7 @@ def test_nothing_is_left_running_after_an_interrupt(
 def test_it_listens_on_the_loopback_and_no_port_is_left_open(
     served: tuple[Path, Path], tritonserver: Path, tmp_path: Path
 ) -> None:
-    with triton_server.running(tritonserver, served[1], Silent()) as ports:
+    with server.running(tritonserver, served[1], Silent()) as ports:
         for port in ports:
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
     for port in ports:

@@ -1,7 +1,7 @@
 """Floor 2: asks a model that a server serves, by the v2 protocol over HTTP: arrays in, arrays out.
 
 The standard library speaks it: a client in CI needs no more, and threads may ask at once. gRPC is `served_grpc`. What
-the answers are worth is `judging`'s, starting a server `serving`'s.
+the answers are worth is `judging`'s, starting a server `triton.serving`'s.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from urllib.parse import quote
 import numpy as np
 
 from nlpconvert.backends import Batch
-from nlpconvert.endpoints import (
+from nlpconvert.errors import UsageError, first_line
+from nlpconvert.triton.endpoints import (
     TIMEOUT,
     TYPES,
     WORDS,
@@ -31,7 +32,6 @@ from nlpconvert.endpoints import (
     counted,
     described,
 )
-from nlpconvert.errors import UsageError, first_line
 
 
 class HttpClient:

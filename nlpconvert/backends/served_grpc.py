@@ -9,8 +9,17 @@ import grpc  # type: ignore[import-untyped]
 import numpy as np
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
-from nlpconvert.endpoints import TYPES, WORDS, Counts, Described, Place, Refused, Unreachable, described
 from nlpconvert.errors import UsageError, first_line
+from nlpconvert.triton.endpoints import (
+    TYPES,
+    WORDS,
+    Counts,
+    Described,
+    Place,
+    Refused,
+    Unreachable,
+    described,
+)
 
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 _MOST = 1 << 30
@@ -40,7 +49,7 @@ class GrpcClient:
             raise Unreachable(f"no server answers at {where}: {said}; is it up?") from error
 
     def describe(self) -> Described:
-        """As `endpoints.Client.describe`."""
+        """As `triton.endpoints.Client.describe`."""
         about = {"name": self.place.model, "version": self.place.version}
         server = self._call("ServerMetadata", service_pb2.ServerMetadataRequest())
         try:
@@ -72,7 +81,7 @@ class GrpcClient:
         return described(words, {"platform": model.platform, **tensors}, config)
 
     def infer(self, batch: Mapping[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
-        """As `endpoints.Client.infer`."""
+        """As `triton.endpoints.Client.infer`."""
         request = service_pb2.ModelInferRequest(model_name=self.place.model, model_version=self.place.version)
         for name, array in batch.items():
             kind = WORDS.get(array.dtype.name)
@@ -92,7 +101,7 @@ class GrpcClient:
             raise Refused(f"its answer cannot be read: {first_line(error)}") from error
 
     def counts(self) -> Counts | None:
-        """As `endpoints.Client.counts`."""
+        """As `triton.endpoints.Client.counts`."""
         try:
             found = self._call(
                 "ModelStatistics",

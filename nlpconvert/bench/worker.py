@@ -44,7 +44,7 @@ class Worker:
         env |= environment or {}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "nlpconvert.bench_child"],
+            [sys.executable, "-m", "nlpconvert.bench.child"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=env,
         )  # fmt: skip
         self.pid = self._process.pid

@@ -1,6 +1,6 @@
 """Floor 3: a Triton model repository of one artifact: which models, which files, and what the sidecar says of them.
 
-How a configuration is written is `triton_config`, what stands in it `triton_plan`; that the served model answers as the
+How a configuration is written is `config`, what stands in it `plan`; that the served model answers as the
 artifact does is `serving`'s business.
 
     repo/nlpconvert-triton.json       which artifact, by hash, and every file that was written
@@ -19,17 +19,26 @@ from pathlib import Path
 from typing import Any
 
 import nlpconvert
-from nlpconvert import cache_names, disk, golden, manifest, models, tokens, triton_plan
+from nlpconvert import cache_names, disk, golden, manifest, models, tokens
 from nlpconvert.artifact import Artifact
 from nlpconvert.errors import ConversionError, DriftError, MissingPackage, UsageError
 from nlpconvert.inputs import case_axes, case_tokens
 from nlpconvert.manifest import Manifest
 from nlpconvert.models import Facts
 from nlpconvert.runtimes import lacks
-from nlpconvert.triton_files import LABELS, SIDECAR, artifact_files, check_place, json_beside, labels, served_tensors
-from nlpconvert.triton_plan import PYTHON, Batching, Tensor, Warmup
+from nlpconvert.triton import plan
+from nlpconvert.triton.files import (
+    LABELS,
+    SIDECAR,
+    artifact_files,
+    check_place,
+    json_beside,
+    labels,
+    served_tensors,
+)
+from nlpconvert.triton.plan import PYTHON, Batching, Tensor, Warmup
 
-TEMPLATES = Path(__file__).resolve().parent / "triton_models"
+TEMPLATES = Path(__file__).resolve().parent / "models"
 EXTRA = "tritonclient is not installed: pip install 'nlpconvert[serve]'"
 MAX_NEW_TOKENS = 256
 _BIGGEST_WARMUP = 4096
@@ -82,7 +91,7 @@ def write(out: Path, step: str, repo: Path, wanted: Wanted | None = None, *, for
     record = manifest.read(out)
     artifact = record.artifact(step, out)
     facts = models.facts_from_data(record.facts)
-    backend = triton_plan.choose_backend(artifact, wanted.backend)
+    backend = plan.choose_backend(artifact, wanted.backend)
     check_place(repo, out, force)
     if lacks("tritonclient") or lacks("grpc"):
         raise MissingPackage(EXTRA)
@@ -91,15 +100,15 @@ def write(out: Path, step: str, repo: Path, wanted: Wanted | None = None, *, for
         raise DriftError(f"{changed[0]} since it was verified; restore it or make it again, nothing was written")
     if record.record(step).stale:
         raise DriftError(f"{step} is stale: {artifact.parent}, from which it was made, was replaced since")
-    batching = triton_plan.choose_batching(
+    batching = plan.choose_batching(
         file=wanted.batching,
         max_batch=wanted.max_batch,
         max_delay=wanted.max_delay,
         instances=wanted.instances,
-        profile=triton_plan.profile(artifact),
+        profile=plan.profile(artifact),
         step=step,
     )
-    name = triton_plan.check_name(wanted.name or out.resolve().name)
+    name = plan.check_name(wanted.name or out.resolve().name)
     work = _Writing(out, record, artifact, facts, replace(wanted, name=name), backend, batching)
     where = repo.absolute()
     with disk.building(where.parent, where.name) as new:
@@ -132,7 +141,7 @@ class _Writing:
         return labels(self.artifact, self.facts)
 
     def write(self, root: Path) -> Repository:
-        from nlpconvert import triton_config
+        from nlpconvert.triton import config as triton_config
 
         notes = self._warnings()
         names = [self.name]
@@ -172,7 +181,7 @@ class _Writing:
     def _warnings(self) -> tuple[str, ...]:
         verdict = self.record.record(self.artifact.step).outcome.verdict
         outcome = self.record.record(self.artifact.step).outcome
-        notes = triton_plan.warnings(
+        notes = plan.warnings(
             self.artifact, self.facts, None if verdict is None else verdict.get("rows"), self.batching
         )
         if outcome.status != "agrees":
@@ -185,7 +194,7 @@ class _Writing:
             notes.append(
                 f"max_batch_size {self.batching.max_batch} is a guess: `nlpconvert bench --arrivals` derives it"
             )
-        if self.backend not in (PYTHON, "tensorrt") and triton_plan.padded_axes(self.artifact.inputs):
+        if self.backend not in (PYTHON, "tensorrt") and plan.padded_axes(self.artifact.inputs):
             notes.append(
                 f"the {self.backend} backend batches requests of one length only; --backend {PYTHON} pads mixed ones"
             )
@@ -244,17 +253,17 @@ class _Writing:
 
     def _serving(self) -> dict[str, Any]:
         """serving.json: what the model of the Python backend reads."""
-        inputs, outputs = triton_plan.asked(self.artifact, self.facts)
+        inputs, outputs = plan.asked(self.artifact, self.facts)
         pair = self.artifact.encoder
         kind = "torchscript" if self.artifact.format == "torchscript" else "onnx" if pair is None else "onnx-pair"
         return {
             "kind": kind,
             "file": self.artifact.path.name,
             "encoder": None if pair is None else pair.name,
-            "inputs": [triton_plan.plain(spec) for spec in inputs],
-            "outputs": [triton_plan.plain(spec) for spec in outputs],
-            "padded_axes": triton_plan.padded_axes(inputs, pair is not None),
-            "fills": triton_plan.fills(self.facts),
+            "inputs": [plan.plain(spec) for spec in inputs],
+            "outputs": [plan.plain(spec) for spec in outputs],
+            "padded_axes": plan.padded_axes(inputs, pair is not None),
+            "fills": plan.fills(self.facts),
             "threads": self.wanted.threads,
             "gpu": self.wanted.gpu,
         }
@@ -271,8 +280,8 @@ class _Writing:
         ]
         if not cases:
             return []
-        profile = triton_plan.profile(self.artifact)
-        fitting = [case for case in cases if profile is None or triton_plan.fits(profile, case_axes(case))]
+        profile = plan.profile(self.artifact)
+        fitting = [case for case in cases if profile is None or plan.fits(profile, case_axes(case))]
         by_size = sorted(fitting, key=lambda case: (case_axes(case).get("sequence", 0), case.name))
         found = []
         for case in dict((each.name, each) for each in (by_size[:1] + by_size[-1:])).values():
@@ -295,7 +304,7 @@ class _Writing:
 
     def _tokenizer(self, root: Path, outputs: Sequence[Tensor]) -> list[str]:
         """The model that turns texts into ids, and the chain of it and the artifact's."""
-        from nlpconvert import triton_config
+        from nlpconvert.triton import config as triton_config
 
         if "decoder_input_ids" in self.facts.inputs or models.TASKS[self.facts.task].choices:
             raise UsageError(
@@ -338,7 +347,7 @@ class _Writing:
 
     def _generate(self, root: Path) -> list[str]:
         """The model that writes token by token."""
-        from nlpconvert import triton_config
+        from nlpconvert.triton import config as triton_config
 
         name = f"{self.name}_generate"
         version = root / name / "1"

@@ -1,6 +1,6 @@
 """Floor 2: config.pbtxt, through the protobuf that tritonclient carries: plain data in, text out, and back.
 
-What the numbers are is `triton_plan`'s, which files stand beside it `triton`'s. Field by field as in Triton's own
+What the numbers are is `plan`'s, which files stand beside it `repository`'s. Field by field as in Triton's own
 "Model Configuration" (docs/user_guide/model_configuration.md) and model_config.proto.
 """
 
@@ -15,7 +15,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from nlpconvert.errors import DriftError, UsageError, first_line
-from nlpconvert.triton_plan import Batching, Tensor, Warmup
+from nlpconvert.triton.plan import Batching, Tensor, Warmup
 
 FILE = "config.pbtxt"
 

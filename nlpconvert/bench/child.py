@@ -1,6 +1,6 @@
 """Floor 3: the process that a benchmark gives each subject: opens it, and takes turns when it is told to.
 
-    python -m nlpconvert.bench_child        a JSON object a line in, one out; `bench_worker` talks to it
+    python -m nlpconvert.bench.child        a JSON object a line in, one out; `worker` talks to it
 
 What libraries print goes nowhere. It ends with its parent, even while it is stopped.
 """
@@ -22,14 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nlpconvert import bench_subjects, judging, manifest, models, runtimes, timing
-from nlpconvert.bench_asking import Rows
+from nlpconvert import judging, manifest, models, runtimes
+from nlpconvert.bench import subjects, timing
+from nlpconvert.bench.asking import Rows
 from nlpconvert.errors import CannotRunHere, NlpconvertError, first_line
 from nlpconvert.plan import Options
 
 if TYPE_CHECKING:
     from nlpconvert.backends import Session
-    from nlpconvert.bench_subjects import Subject
+    from nlpconvert.bench.subjects import Subject
 
 THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _PARENT_DIED = 1  # prctl's PR_SET_PDEATHSIG
@@ -72,7 +73,7 @@ class Child:
             threads=asked["threads"], provider=asked["provider"], device=asked["device"],
             trust_remote_code=asked["trust_remote_code"],
         )  # fmt: skip
-        found = bench_subjects.subjects(record, out, [asked["step"]], asked["model"])
+        found = subjects.subjects(record, out, [asked["step"]], asked["model"])
         subject = next(each for each in found if each.name == asked["step"])
         if subject.reason:
             return {"reason": subject.reason, "changed": subject.changed}
@@ -81,7 +82,7 @@ class Child:
         _import(subject)
         imported, before = time.perf_counter(), peak()
         try:
-            self._session = bench_subjects.open_subject(subject, record, options, asked["model"])
+            self._session = subjects.open_subject(subject, record, options, asked["model"])
         except CannotRunHere as error:
             return {"reason": str(error)}
         except NlpconvertError as error:

@@ -1,6 +1,6 @@
 """Floor 3: what a Triton repository of ours holds: read back, held against the artifact, and what both must agree on.
 
-Writing one is `triton`; asking the server that serves it is `serving`.
+Writing one is `repository`; asking the server that serves it is `serving`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nlpconvert import disk, manifest, models, triton_plan
+from nlpconvert import disk, manifest, models
 from nlpconvert.artifact import Artifact
 from nlpconvert.errors import DriftError, UsageError
 from nlpconvert.manifest import Manifest
 from nlpconvert.models import Facts
-from nlpconvert.triton_plan import PYTHON, Tensor
+from nlpconvert.triton import plan
+from nlpconvert.triton.plan import PYTHON, Tensor
 
 SIDECAR = "nlpconvert-triton.json"
 LABELS = "labels.txt"
@@ -23,17 +24,14 @@ LABELS = "labels.txt"
 
 def served_tensors(artifact: Artifact, facts: Facts, *, ragged: bool) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Inputs and outputs of the served model; `ragged` where it pads mixed lengths itself."""
-    inputs, outputs = triton_plan.asked(artifact, facts)
-    padded = set(triton_plan.padded_axes(inputs, artifact.encoder is not None))
+    inputs, outputs = plan.asked(artifact, facts)
+    padded = set(plan.padded_axes(inputs, artifact.encoder is not None))
     labelled = bool(labels(artifact, facts))
     return (
         tuple(
-            Tensor(spec.name, spec.dtype, triton_plan.dims(spec), ragged and bool(padded & set(spec.shape)))
-            for spec in inputs
+            Tensor(spec.name, spec.dtype, plan.dims(spec), ragged and bool(padded & set(spec.shape))) for spec in inputs
         ),
-        tuple(
-            Tensor(spec.name, spec.dtype, triton_plan.dims(spec), labels=LABELS if labelled else "") for spec in outputs
-        ),
+        tuple(Tensor(spec.name, spec.dtype, plan.dims(spec), labels=LABELS if labelled else "") for spec in outputs),
     )
 
 
@@ -115,7 +113,7 @@ def examine(repo: Path, record: Manifest, out: Path) -> list[str]:
 
     Files against the sidecar's hashes, configurations against the artifact: names, types, dims, files beside it.
     """
-    from nlpconvert import triton_config
+    from nlpconvert.triton import config as triton_config
 
     side = read(repo)
     found: list[str] = []
@@ -140,7 +138,7 @@ def examine(repo: Path, record: Manifest, out: Path) -> list[str]:
             for file in files
             if not (repo / name / "1" / file).is_file()
         ]
-    profile = triton_plan.profile(artifact)
+    profile = plan.profile(artifact)
     if profile is not None and config.max_batch > profile.max.get("batch", 1):
         found.append(f"max_batch_size {config.max_batch} is over the engine's profile")
     return [*found, *_changed(repo, side)]

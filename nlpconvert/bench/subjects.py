@@ -1,7 +1,7 @@
 """Floor 3: what is timed: the artifacts of an OUT that run here, and PyTorch; and the machine that they run on.
 
 Opened as for serving: memory and threads as the runtime has them by default. Each runs in a process of its own
-(`bench_worker`). Floor 2 is imported inside the functions.
+(`worker`). Floor 2 is imported inside the functions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Floor 3: `bench`: every artifact of an OUT that runs here and PyTorch, timed in turns, by batch and length.
 
-What is timed is `bench_subjects`, how `timing`, what is asked `bench_asking`; texts in batches are `bench_texts`, the
-queue `bench_queue`, what a person has to know of the numbers `bench_findings`. The result is one plain document
+What is timed is `subjects`, how `timing`, what is asked `asking`; texts in batches are `texts`, the
+queue `arrivals`, what a person has to know of the numbers `findings`. The result is one plain document
 (data/bench.schema.json); nothing is worded or drawn here.
 """
 
@@ -18,16 +18,18 @@ from typing import Any
 import numpy as np
 
 import nlpconvert
-from nlpconvert import bench_findings, bench_subjects, golden, host, judging, manifest, models, plan, runtimes, timing
-from nlpconvert.bench_asking import LARGEST, TARGET, bytes_of_answers, lengths_for
-from nlpconvert.bench_subjects import PYTORCH, Pinned, Subject
-from nlpconvert.bench_worker import Failed, Worker
+from nlpconvert import golden, host, judging, manifest, models, plan, runtimes
+from nlpconvert.bench import findings, timing
+from nlpconvert.bench import subjects as bench_subjects
+from nlpconvert.bench.asking import LARGEST, TARGET, bytes_of_answers, lengths_for
+from nlpconvert.bench.subjects import PYTORCH, Pinned, Subject
+from nlpconvert.bench.timing import Key, Rule, Timed
+from nlpconvert.bench.worker import Failed, Worker
 from nlpconvert.errors import UsageError
 from nlpconvert.manifest import Manifest
 from nlpconvert.models import Facts
 from nlpconvert.plan import Options
 from nlpconvert.progress import Progress, Silent
-from nlpconvert.timing import Key, Rule, Timed
 
 SCHEMA = 1
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -133,7 +135,7 @@ def bench(
     found = bench_subjects.subjects(record, out, wishes.steps, wishes.model)
     texts = None
     if options.data is not None or wishes.arrivals is not None or wishes.texts:
-        from nlpconvert import bench_texts
+        from nlpconvert.bench import texts as bench_texts
 
         texts = bench_texts.read(record, out, facts, probes.cases, options)
         if not texts.texts.items:
@@ -151,16 +153,16 @@ def bench(
         document["notes"] = [note] if note else []
         document["texts"] = document["batching"] = None
         if texts is not None and work.workers and (wishes.texts or options.data is not None):
-            from nlpconvert import bench_texts
+            from nlpconvert.bench import texts as bench_texts
 
             document["texts"] = bench_texts.measure(work, texts, gemm)
         if wishes.arrivals is not None and work.workers:
-            from nlpconvert import bench_queue
+            from nlpconvert.bench import arrivals as bench_queue
 
             assert texts is not None
             document["batching"] = bench_queue.derive(work, texts)
         document["recommended"] = recommended(document["batching"])
-        document["findings"] = bench_findings.findings(document)
+        document["findings"] = findings.findings(document)
     return document
 
 
@@ -337,7 +339,7 @@ def _dominates(work: Measured, other: Subject, subject: Subject) -> bool:
     slower = work.slower(subject.name, other.name)
     return (
         slower is not None
-        and slower > bench_findings.FASTER
+        and slower > findings.FASTER
         and other.bytes < subject.bytes
         and other.drift < subject.drift
         and other.status in ("agrees", "reference")

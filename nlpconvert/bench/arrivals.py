@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nlpconvert import bench_texts, queueing
-from nlpconvert.bench_subjects import PYTORCH, Subject
-from nlpconvert.bench_worker import Failed, Worker
-from nlpconvert.queueing import Surface
+from nlpconvert.bench import queueing, texts
+from nlpconvert.bench.queueing import Surface
+from nlpconvert.bench.subjects import PYTORCH, Subject
+from nlpconvert.bench.worker import Failed, Worker
 
 if TYPE_CHECKING:
-    from nlpconvert.bench_texts import Read
-    from nlpconvert.benching import Measured
+    from nlpconvert.bench.benching import Measured
+    from nlpconvert.bench.texts import Read
 
 INSTANCES = (1, 2)
 TURNS, TURN, MOST = 3, 0.2, 50
@@ -37,7 +37,7 @@ def derive(work: Measured, given: Read) -> dict[str, Any]:
     assert wishes.arrivals is not None
     steps: dict[str, Any] = {}
     for subject in work.subjects:
-        found = bench_texts.surface(work, subject.name) if subject.name in work.workers else None
+        found = texts.surface(work, subject.name) if subject.name in work.workers else None
         if found is None or subject.name == PYTORCH:
             continue
         work.progress.start(f"{subject.name}: the queue", None)

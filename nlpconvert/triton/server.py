@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nlpconvert import endpoints
 from nlpconvert.errors import CannotRunHere, MissingPackage, first_line
 from nlpconvert.progress import Progress
+from nlpconvert.triton import endpoints
 
 START = 120.0
 """Seconds that a server may take to load its models."""

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from nlpconvert.bench.policies import Batches
 from nlpconvert.errors import UsageError
 from nlpconvert.inputs import Case, Item, Row, collate
 from nlpconvert.models import TASKS, Facts
-from nlpconvert.policies import Batches
 
 CHOICES = 2
 """Rows of one question of multiple choice."""

@@ -14,21 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nlpconvert import dataset, policies, timing, tokens
-from nlpconvert.bench_asking import Texts
-from nlpconvert.bench_subjects import PYTORCH
+from nlpconvert import dataset, tokens
+from nlpconvert.bench import policies, timing
+from nlpconvert.bench.asking import Texts
+from nlpconvert.bench.policies import Batches
+from nlpconvert.bench.queueing import Surface
+from nlpconvert.bench.subjects import PYTORCH
+from nlpconvert.bench.timing import Rule, Timed
 from nlpconvert.inputs import Case, data_cases
 from nlpconvert.manifest import Manifest
 from nlpconvert.models import Facts
 from nlpconvert.plan import Options
-from nlpconvert.policies import Batches
-from nlpconvert.queueing import Surface
-from nlpconvert.timing import Rule, Timed
 from nlpconvert.validators import structure
 
 if TYPE_CHECKING:
-    from nlpconvert.bench_subjects import Subject
-    from nlpconvert.benching import Measured
+    from nlpconvert.bench.benching import Measured
+    from nlpconvert.bench.subjects import Subject
 
 MOST = 2000
 """Texts that are tokenized at most, evenly taken from the file."""

@@ -21,7 +21,7 @@ from nlpconvert.progress import Progress
 
 if TYPE_CHECKING:
     from nlpconvert.backends.served import ServedSession
-    from nlpconvert.endpoints import Counts
+    from nlpconvert.triton.endpoints import Counts
 
 REQUESTS = 200
 """Requests in flight at once: every row of every case is sent, again and again until there are so many."""

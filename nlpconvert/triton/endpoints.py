@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from nlpconvert.errors import CannotRunHere, UsageError
-from nlpconvert.triton_plan import Tensor
+from nlpconvert.triton.plan import Tensor
 
 TIMEOUT = 60.0
 """Seconds that a request may take, where nobody says."""

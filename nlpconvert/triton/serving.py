@@ -15,21 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nlpconvert import (
-    endpoints,
-    judging,
-    manifest,
-    models,
-    plan,
-    probes,
-    runtimes,
-    tokens,
-    triton,
-    triton_files,
-    triton_plan,
-    triton_server,
-    verifying,
-)
+from nlpconvert import judging, manifest, models, plan, probes, runtimes, tokens, verifying
 from nlpconvert.artifact import Artifact, Outcome
 from nlpconvert.errors import CannotRunHere, DriftError, MissingPackage, NlpconvertError, first_line
 from nlpconvert.judging import Bounds, Probes
@@ -38,12 +24,14 @@ from nlpconvert.models import Facts
 from nlpconvert.plan import Options
 from nlpconvert.progress import Progress
 from nlpconvert.settings import Settings
-from nlpconvert.together import Together, batches, moved, unproven
-from nlpconvert.triton import Wanted
+from nlpconvert.triton import endpoints, files, repository, server
+from nlpconvert.triton import plan as triton_plan
+from nlpconvert.triton.repository import Wanted
+from nlpconvert.triton.together import Together, batches, moved, unproven
 
 if TYPE_CHECKING:
     from nlpconvert.backends.served import ServedSession
-    from nlpconvert.endpoints import Client, Place
+    from nlpconvert.triton.endpoints import Client, Place
 
 # ---- any endpoint ---------------------------------------------------------------------------------------------------
 
@@ -68,7 +56,7 @@ def endpoint(
     where = endpoints.place(url)
     tolerances = plan.check_words(options)
     record = manifest.read(out)
-    chosen = triton_files.one_step(out, step)
+    chosen = files.one_step(out, step)
     asked = _Asking.of(out, record, chosen, tolerances, settings, cases, progress)
     client = open_client(where, timeout)
     try:
@@ -85,7 +73,7 @@ def open_client(where: Place, timeout: float | None = None) -> Client:
     if where.scheme != "grpc":
         return served.HttpClient(where, seconds)
     if runtimes.lacks("tritonclient") or runtimes.lacks("grpc"):
-        raise MissingPackage(f"gRPC: {triton.EXTRA}")
+        raise MissingPackage(f"gRPC: {repository.EXTRA}")
     from nlpconvert.backends import served_grpc
 
     return served_grpc.connect(where, seconds)
@@ -151,14 +139,14 @@ class _Asking:
 
     def _wrong(self, session: ServedSession) -> list[str]:
         """How what the server says of its model differs from the artifact."""
-        inputs, outputs = triton_files.served_tensors(self.artifact, self.facts, ragged=False)
+        inputs, outputs = files.served_tensors(self.artifact, self.facts, ragged=False)
         lines: list[str] = []
         for kind, want, have in (
             ("input", inputs, session.described.inputs),
             ("output", outputs, session.described.outputs),
         ):
             batched = [replace(each, dims=(-1, *each.dims)) for each in want]
-            lines += triton_files.differences(kind, batched, have)
+            lines += files.differences(kind, batched, have)
         return lines
 
     def _asked(self, session: ServedSession, outcome: Outcome) -> Outcome:
@@ -225,12 +213,12 @@ def check(
     lacks the backend that was written, that one is "not run", and the same file is asked through the Python backend.
     MissingPackage: no tritonserver.
     """
-    binary = triton_server.find(tritonserver)
-    side = triton_files.read(repo)
+    binary = server.find(tritonserver)
+    side = files.read(repo)
     tolerances = plan.check_words(options)
     record = manifest.read(out)
     record.record(side["step"])
-    problems = triton_files.examine(repo, record, out)
+    problems = files.examine(repo, record, out)
     if problems and not force:
         more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise DriftError(f"{repo}: {problems[0]}{more}; nothing was started (--force asks it all the same)",
@@ -239,7 +227,7 @@ def check(
     try:
         found = _served(binary, repo, side, asking, grpc, timeout)
         return [replace(found, notes=(*found.notes, *problems))]
-    except triton_server.BackendMissing as error:
+    except server.BackendMissing as error:
         written = Outcome(
             side["step"], "not run", f"this Triton has no {side['backend']} backend", artifact=asking.artifact
         )
@@ -250,8 +238,8 @@ def check(
         progress.line(f"{written.reason}: the same file is asked through the Python backend")
         with tempfile.TemporaryDirectory(prefix="nlpconvert-triton-") as folder:
             again = Path(folder) / "repository"
-            triton.write(out, side["step"], again, _wanted(side))
-            found = _served(binary, again, triton_files.read(again), asking, grpc, timeout)
+            repository.write(out, side["step"], again, _wanted(side))
+            found = _served(binary, again, files.read(again), asking, grpc, timeout)
         return [written, replace(found, step=f"{side['step']} (python backend)")]
 
 
@@ -275,7 +263,7 @@ def _served(
 ) -> Outcome:
 
     try:
-        with triton_server.running(binary, repo, asking.progress) as (http, grpc_port):
+        with server.running(binary, repo, asking.progress) as (http, grpc_port):
             where = endpoints.Place("grpc" if grpc else "http", "127.0.0.1", grpc_port if grpc else http, side["name"])
             client = open_client(where, timeout)
             try:
@@ -283,7 +271,7 @@ def _served(
             finally:
                 client.close()
             return _more(outcome, replace(where, scheme="http", port=http), side, asking, timeout)
-    except triton_server.DidNotStart as error:
+    except server.DidNotStart as error:
         # It may be the repository's fault or the machine's: what the server said is told, and nothing was verified.
         return Outcome(side["step"], "drift" if error.refused else "not run", str(error), artifact=asking.artifact)
 

@@ -1,6 +1,6 @@
 """Floor 1: what a Triton model repository says about an artifact, as plain data: shapes, batching, padding.
 
-How it is written as protobuf text is `triton_config`, into which files `triton`. Nothing here knows a server.
+How it is written as protobuf text is `config`, into which files `repository`. Nothing here knows a server.
 """
 
 from __future__ import annotations
