@@ -45,7 +45,7 @@ PHASES: tuple[tuple[str, str, str], ...] = (
     ("optimise", "torch.onnx._internal.exporter._onnx_program", "ONNXProgram.optimize"),
     ("put in order", "nlpconvert.convert.onnx_graph", "share_weights"),
     ("save", "nlpconvert.convert.onnx_graph", "save"),
-    ("let go of the graph", "nlpconvert.convert.onnx", "_forget_last_graph"),
+    ("let go of the graph", "nlpconvert.convert.onnx", "forget_last_graph"),
     ("free the model", "nlpconvert.line", "Line._make_room"),
     ("hash", "nlpconvert.disk", "sha256_file"),
     ("open the candidate", "nlpconvert.runtimes", "open_artifact"),

@@ -86,6 +86,8 @@ def verify(
         if runtimes.lacks(package):
             raise MissingPackage(f"--reference runs the model in PyTorch: pip install 'nlpconvert[cpu]' ({package})")
     theirs = look(file, precision)
+    if any(cache_names.is_past(spec.name) and ".encoder." in spec.name for spec in theirs.inputs):
+        raise UsageError(f"{theirs.path}: {PAIR}")
     names = renaming.parse(mapping)
     if out is not None:
         return [_verify(theirs, reference, Path(out), names, cases, options, progress, chosen)]
@@ -119,8 +121,6 @@ def look(file: Path, precision: str | None = None) -> Foreign:
             found = _precision(compute.count([graph]))
         except Exception as error:
             raise UsageError(f"{file} is no ONNX model: {str(error).splitlines()[0][:200]}") from error
-        if any(cache_names.is_past(spec.name) and ".encoder." in spec.name for spec in inputs):
-            raise UsageError(f"{file}: {PAIR}")
         for name in files:
             disk.inside(file.parent, name)
     known = dict.fromkeys(row.precision for row in STEPS.values())
