@@ -178,6 +178,18 @@ def test_bad_input_is_one_line(theirs: Path, classifier: Path, name: str, more: 
         judged(theirs / name, classifier, **more)
 
 
+@pytest.mark.parametrize("given", ["decoder_model.onnx", "."])
+def test_half_of_a_pair_is_not_judged_by_itself(given: str, classifier: Path, tmp_path: Path) -> None:
+    name, floats = "past_key_values.0.encoder.key", onnx.TensorProto.FLOAT
+    value = onnx.helper.make_tensor_value_info(name, floats, ["batch", 2, "past", 4])
+    logits = onnx.helper.make_tensor_value_info("logits", floats, ["batch", 2, "past", 4])
+    node = onnx.helper.make_node("Identity", [name], ["logits"])
+    graph = onnx.helper.make_graph([node], "decoder", [value], [logits])
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "decoder_model.onnx")
+    with pytest.raises(UsageError, match="judged only in a directory that nlpconvert has made"):
+        foreign.verify(tmp_path / given, str(classifier))
+
+
 def test_an_engine_without_a_gpu_is_not_run(classifier: Path, tmp_path: Path) -> None:
     from nlpconvert import engines
 
