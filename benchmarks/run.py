@@ -25,6 +25,7 @@ import memory
 import quantization
 import serving
 import startup
+import training
 import verification
 import writing
 from measure import Result, Settings
@@ -39,6 +40,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "write": writing,
     "serve": serving,
     "gate": gate,
+    "train": training,
 }
 README = measure.HERE / "README.md"
 

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nlpconvert import __version__, bench_command, gate, generate_command, memory, triton_command
+from nlpconvert import (
+    __version__,
+    bench_command,
+    gate,
+    generate_command,
+    memory,
+    recover_command,
+    train_command,
+    triton_command,
+)
 from nlpconvert.errors import EXIT_CODES, NlpconvertError, UsageError
 from nlpconvert.options import (
     AllowUnverified,
@@ -279,7 +288,8 @@ def doctor(json: Json = False) -> None:
 
 
 GATE = (gate.verify, gate.locate, gate.diff)
-for command in (*GATE, generate_command.generate, bench_command.bench, triton_command.triton):
+TRAINING = (train_command.train, recover_command.recover)
+for command in (*GATE, generate_command.generate, bench_command.bench, *TRAINING, triton_command.triton):
     app.command(epilog=EPILOG)(command)
 
 

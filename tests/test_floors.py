@@ -106,6 +106,10 @@ class Room:
 
 # The first row that fits a file holds.
 _NO_JUDGE = _set("nlpconvert.validators nlpconvert.backends")
+# The files of training know each other, and nobody else of their floor.
+_TRAINING = frozenset(
+    f"nlpconvert.training.{path.stem}".removesuffix(".__init__") for path in (ROOT / "nlpconvert/training").glob("*.py")
+)
 ROOMS: tuple[Room, ...] = (
     # The package itself: `import nlpconvert` loads nothing, its `__getattr__` brings floor 3 when asked.
     Room("nlpconvert/__init__.py", 0, rooms=_set("nlpconvert.pipeline")),
@@ -174,9 +178,12 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/training/__init__.py", 1),
     Room("nlpconvert/training/world.py", 1),
     Room("nlpconvert/training/batches.py", 1),
-    Room("nlpconvert/training/graph.py", 2, _set("torch onnx onnxruntime"), rooms=_set("nlpconvert.training")),
-    Room("nlpconvert/training/ort.py", 2, _set("torch onnx onnxruntime"), rooms=_set("nlpconvert.training")),
-    Room("nlpconvert/training/*.py", 2, _set("torch safetensors"), rooms=_set("nlpconvert.training")),
+    Room("nlpconvert/training/graph.py", 2, _set("torch onnx onnxruntime"), rooms=_TRAINING),
+    Room("nlpconvert/training/operators.py", 2, _set("onnx onnxruntime")),
+    Room("nlpconvert/training/gathers.py", 2, _set("onnx"), rooms=_TRAINING),
+    Room("nlpconvert/training/narrow.py", 2, _set("onnx")),
+    Room("nlpconvert/training/ort.py", 2, _set("torch onnx onnxruntime"), rooms=_TRAINING),
+    Room("nlpconvert/training/*.py", 2, _set("torch safetensors"), rooms=_TRAINING),
     # Triton's own protobuf, in a file of its own; and models that are copied into a repository, where Triton runs them.
     Room("nlpconvert/triton/config.py", 2, _set("tritonclient google")),
     Room("nlpconvert/triton/models/*.py", 2, late=_set("onnxruntime tokenizers torch triton_python_backend_utils")),
@@ -280,6 +287,13 @@ ROOMS: tuple[Room, ...] = (
         rooms=_set("nlpconvert.convert.linear nlpconvert.convert.onnx_graph nlpconvert.convert.rewriting"),
         bars=_NO_JUDGE,
     ),
+    Room(
+        "convert/retrained.py",
+        2,
+        _set("onnx_ir"),
+        rooms=_set("nlpconvert.convert.linear nlpconvert.convert.onnx_graph nlpconvert.convert.rewriting"),
+        bars=_NO_JUDGE,
+    ),
     Room("convert/tapping.py", 2, _set("onnx"), bars=_NO_JUDGE),
     Room("convert/matching.py", 2, _set("onnx"), rooms=_set("nlpconvert.convert.tapping"), bars=_NO_JUDGE),
     Room("convert/derived.py", 2, _set("onnx onnx_ir"), rooms=_set("nlpconvert.convert.onnx_graph"), bars=_NO_JUDGE),
@@ -360,6 +374,16 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/comparing.py", 3),
     Room("nlpconvert/rechecking.py", 3),
     Room("nlpconvert/scoring.py", 3),
+    # `recover`: what is asked and found, the texts, the condition, and the training itself.
+    Room("nlpconvert/recovered.py", 3),
+    Room("nlpconvert/recover_texts.py", 3),
+    Room("nlpconvert/recover_parity.py", 3),
+    Room("nlpconvert/recovering.py", 3),
+    # `train`: what is asked, the run, and what an epoch is worth.
+    Room("nlpconvert/training_wishes.py", 3),
+    Room("nlpconvert/training_prepared.py", 3),
+    Room("nlpconvert/training_run.py", 3),
+    Room("nlpconvert/training_epochs.py", 3),
     Room(
         "nlpconvert/report.py",
         4,
@@ -403,7 +427,9 @@ ROOMS: tuple[Room, ...] = (
     # How a status and a size are worded is the report's.
     Room("nlpconvert/report_diff.py", 4, rooms=_set("nlpconvert.report nlpconvert.wording")),
     Room("nlpconvert/report_scores.py", 4),
+    Room("nlpconvert/report_recover.py", 4, rooms=_set("nlpconvert.wording")),
     Room("nlpconvert/report_bench.py", 4, rooms=_set("nlpconvert.wording")),
+    Room("nlpconvert/report_training.py", 4, rooms=_set("nlpconvert.wording")),
     Room(
         "nlpconvert/html_bench.py",
         4,
@@ -416,13 +442,16 @@ ROOMS: tuple[Room, ...] = (
         5,
         rooms=_set(
             "nlpconvert.terminal nlpconvert.gate nlpconvert.generate_command nlpconvert.options "
-            "nlpconvert.triton_command nlpconvert.bench_command"
+            "nlpconvert.triton_command nlpconvert.bench_command nlpconvert.train_command "
+            "nlpconvert.recover_command"
         ),
     ),
     # The commands of the gate, and the options' words that the commands share.
     Room("nlpconvert/gate.py", 5, rooms=_set("nlpconvert.terminal nlpconvert.options nlpconvert.triton_command")),
     Room("nlpconvert/generate_command.py", 5, rooms=_set("nlpconvert.options")),
     Room("nlpconvert/bench_command.py", 5, rooms=_set("nlpconvert.options nlpconvert.terminal")),
+    Room("nlpconvert/train_command.py", 5, rooms=_set("nlpconvert.terminal nlpconvert.options")),
+    Room("nlpconvert/recover_command.py", 5, rooms=_set("nlpconvert.terminal nlpconvert.options")),
     Room("nlpconvert/triton_command.py", 5, rooms=_set("nlpconvert.terminal nlpconvert.options")),
     Room("nlpconvert/options.py", 5, rooms=_set("nlpconvert.terminal")),
     Room("nlpconvert/terminal.py", 5),
