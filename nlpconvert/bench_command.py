@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from nlpconvert.errors import UsageError
 from nlpconvert.options import Columns, Device, OutArgument, Provider, Quiet, RemoteCode, Threads, Verbose, names
 from nlpconvert.options import options as made
-from nlpconvert.terminal import Terminal
+from nlpconvert.terminal import ALARMS, Terminal, table
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:/|per )?\s*(s|m|min|h)?")
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)")
@@ -83,7 +84,7 @@ def bench(
         found = benching.bench(out, wishes, given, terminal)
         terminal.stop()
     stream = sys.stderr if str(json) == "-" else sys.stdout
-    _table(stream, list(report_bench.HEADER), report_bench.table_rows(found))
+    _table(stream, report_bench.HEADER, report_bench.table_rows(found))
     print(file=stream)
     if verbose:
         for what in ("latency", "throughput"):
@@ -101,20 +102,9 @@ def bench(
     raise typer.Exit(benching.exit_code(found, chosen))
 
 
-def _table(stream: object, header: list[str], rows: list[dict[str, str]]) -> None:
-    """A table of any columns, the words at the left and the numbers at the right."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table(box=None, pad_edge=False, header_style="bold")
-    for name in header:
-        grid.add_column(name, justify="left" if name in ("step", "verdict", "at") else "right", overflow="fold")
-    for row in rows:
-        styles = ["bold red" if name == "verdict" and row[name] in ("DRIFT", "FAILED") else "" for name in header]
-        grid.add_row(*(Text(row[name], style=style) for name, style in zip(header, styles, strict=True)))
-    wide = None if getattr(stream, "isatty", bool)() else 160
-    Console(file=stream, width=wide, highlight=False).print(grid)  # type: ignore[arg-type]  # a text stream
+def _table(stream: Any, header: Sequence[str], rows: Sequence[Mapping[str, str]]) -> None:
+    numbers = set(header) - {"step", "verdict", "at"}
+    table(stream, header, rows, numbers=numbers, colours=ALARMS)
 
 
 def _numbers(option: str, text: str | None) -> list[int] | None:

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -73,9 +73,6 @@ from nlpconvert.options import (
     tell,
 )
 from nlpconvert.terminal import Stop, Terminal, open_streams
-
-if TYPE_CHECKING:
-    pass
 
 # Typer carries a click of its own; the base of its errors is reached through one that it shows.
 ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")

@@ -271,6 +271,37 @@ def _data_item(texts: Texts, row: Mapping[str, Any]) -> tuple[Item, bool]:
     return Item(tuple(texts.row(*part) for part in parts), target), was_cut
 
 
+def items_of(cases: Iterable[Case], facts: Facts) -> list[Item]:
+    """The rows of cases without their padding; those without a token are left out."""
+    return [item for case in cases for item in _items(case, facts)]
+
+
+def _items(case: Case, facts: Facts) -> list[Item]:
+    ids = case.inputs["input_ids"]
+    if not ids.size:
+        return []
+    mask = case.inputs.get("attention_mask", (ids != facts.pad_id).astype(np.int64)) != 0
+    types = case.inputs.get("token_type_ids", np.zeros_like(ids))
+    shape = (len(ids), -1, ids.shape[-1])
+    ids, mask, types = ids.reshape(shape), mask.reshape(shape), types.reshape(shape)
+    found = []
+    for number in range(len(ids)):
+        rows = tuple(
+            Row(tuple(map(int, ids[number, r][mask[number, r]])), tuple(map(int, types[number, r][mask[number, r]])))
+            for r in range(ids.shape[1])
+        )
+        target: tuple[int, ...] = ()
+        if "decoder_input_ids" in case.inputs:
+            decoder = case.inputs["decoder_input_ids"][number]
+            real = (
+                case.inputs.get("decoder_attention_mask", np.ones_like(case.inputs["decoder_input_ids"]))[number] != 0
+            )
+            target = tuple(map(int, decoder[real]))
+        if all(row.ids for row in rows) and (target or "decoder_input_ids" not in case.inputs):
+            found.append(Item(rows, target))
+    return found
+
+
 def case_axes(case: Case) -> dict[str, int]:
     """Size of every dynamic axis of a case: {"batch": 2, "sequence": 7, ...}."""
     sizes: dict[str, int] = {}

@@ -116,7 +116,7 @@ def prepare(
     make = _MAKERS[metric.name if metric.name in _MAKERS else facts.task]
     texts = inputs.tokenize_with(facts, reader.encode)
     left = facts.positions == "mask"
-    lines = _Lines(path)
+    lines = Lines(path)
     groups: list[list[Entry]] = []
     for number, row in enumerate(rows, start=1):
         if wanted not in row:
@@ -168,7 +168,7 @@ def _holds(value: Any) -> bool:
     return any(map(_holds, value)) if isinstance(value, list | tuple) else bool(str(value).strip())
 
 
-class _Lines:
+class Lines:
     """Where a row stands in its file. `dataset` skips blank lines; a record of a .csv may be several lines."""
 
     def __init__(self, path: Path) -> None:

@@ -58,7 +58,7 @@ class Line:
             plan.check_rows(todo, options, loaded.facts, {row.name: self.bounds(row.name) for row in todo})
             record, probes = self._begun(before, loaded, any(row.precision != "float32" for row in rows))
             self.check_settings(loaded.facts, probes)
-            record = self._asked_anew(record, [row.name for row in todo], probes)
+            record = self.asked_anew(record, [row.name for row in todo], probes)
             del loaded
             stopped = ""
             for name in reused:
@@ -122,25 +122,17 @@ class Line:
         return reused
 
     def _load(self) -> Loaded:
-        options = self.options
         self.progress.start("load")
         with captured(Path(os.devnull)):
             from nlpconvert import source
 
-            self.loaded = source.load(
-                self.model,
-                revision=options.revision,
-                task=options.task,
-                allow_missing_weights=options.allow_missing_weights,
-                trust_remote_code=options.trust_remote_code,
-                device=options.device,
-            )
+            self.loaded = source.load(self.model, **self.options.loading())
         for note in self.loaded.notes:
             self.progress.line(note)
         self.encode = self.loaded.encode
         return self.loaded
 
-    def _asked_anew(self, record: Manifest, replaced: Sequence[str], probes: Probes) -> Manifest:
+    def asked_anew(self, record: Manifest, replaced: Sequence[str], probes: Probes) -> Manifest:
         """What lies here and was judged by other probes is judged by these: one manifest, one set of questions.
 
         What cannot be run here keeps its verdict, and with it the hash of what it was asked.

@@ -304,13 +304,7 @@ def _loader(record: Manifest, model: str, options: Options) -> Callable[[], torc
         )
 
     def load() -> torch.nn.Module:
-        return source.load(
-            model,
-            revision=revision,
-            task=record.task,
-            allow_missing_weights=True,
-            trust_remote_code=options.trust_remote_code,
-            device=options.device,
-        ).module
+        whole = replace(options, revision=revision, task=record.task, allow_missing_weights=True)
+        return source.load(model, **whole.loading()).module
 
     return load

@@ -83,6 +83,16 @@ class Options:
     timing_cache: Path | None = None
     compute_capabilities: tuple[str, ...] | None = None
 
+    def loading(self) -> dict[str, Any]:
+        """What `source.load` is told beside the model."""
+        return {
+            "revision": self.revision,
+            "task": self.task,
+            "allow_missing_weights": self.allow_missing_weights,
+            "trust_remote_code": self.trust_remote_code,
+            "device": self.device,
+        }
+
     def recorded(self) -> dict[str, Any]:
         """The options that were set, as plain values for the manifest."""
         default = Options()

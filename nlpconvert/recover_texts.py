@@ -13,7 +13,7 @@ import numpy as np
 
 from nlpconvert import inputs
 from nlpconvert.errors import UsageError
-from nlpconvert.inputs import Case, Item, Row
+from nlpconvert.inputs import Item, Row
 from nlpconvert.models import Facts
 
 BATCH_TOKENS = 64
@@ -25,37 +25,6 @@ SPAN, REPLACED = 0.3, 0.2
 """How often a row is a span of its text, and how often some of its tokens are others."""
 TOKENS = 0.15
 """How many of them, then."""
-
-
-def items_of(cases: Sequence[Case], facts: Facts) -> list[Item]:
-    """The rows of cases without their padding; those without a token are left out."""
-    found = []
-    for case in cases:
-        ids = case.inputs["input_ids"]
-        mask = case.inputs.get("attention_mask", np.ones_like(ids))
-        types = case.inputs.get("token_type_ids", np.zeros_like(ids))
-        targets = _targets(case, len(ids))
-        for number in range(len(ids)):
-            rows = tuple(
-                Row(tuple(map(int, each[real])), tuple(map(int, kind[real])))
-                for each, kind, real in zip(*(_two(part[number]) for part in (ids, types, mask != 0)), strict=True)
-            )
-            if all(row.ids for row in rows):
-                found.append(Item(rows, targets[number]))
-    return found
-
-
-def _two(array: np.ndarray) -> np.ndarray:
-    """(rows, tokens) of what is (tokens,), or has choices already."""
-    return array if array.ndim == 2 else array[None]
-
-
-def _targets(case: Case, count: int) -> list[tuple[int, ...]]:
-    ids = case.inputs.get("decoder_input_ids")
-    if ids is None:
-        return [()] * count
-    mask = case.inputs.get("decoder_attention_mask", np.ones_like(ids)) != 0
-    return [tuple(map(int, row[real])) for row, real in zip(ids, mask, strict=True)]
 
 
 @dataclass(frozen=True)

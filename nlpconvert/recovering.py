@@ -29,6 +29,7 @@ from nlpconvert import (
     calibration,
     cpu_int8,
     disk,
+    inputs,
     judging,
     manifest,
     models,
@@ -90,7 +91,7 @@ def recover(
     line = Line(_model(record, wishes.model), out, _options(record, options), progress, settings)
     with line.opened("int8") as (record, probes):
         # Other texts make other goldens: what lies beside the step is judged by them too.
-        record = line._asked_anew(record, (), probes)
+        record = line.asked_anew(record, (), probes)
         return _Recovery(line, record, probes, step, made, wishes).run()
 
 
@@ -315,13 +316,13 @@ class _Recovery:
     def _texts(self, work: Work) -> tuple[Texts, dict[str, Any]]:
         """The texts to train on, without those that are judged; and how many there are."""
         cases = calibration.asked(work, "calibrate")
-        items = recover_texts.items_of(cases, work.facts)
-        judged = {item.rows for item in recover_texts.items_of(self.probes.cases, work.facts)}
+        items = inputs.items_of(cases, work.facts)
+        judged = {item.rows for item in inputs.items_of(self.probes.cases, work.facts)}
         kept = [item for item in items if item.rows not in judged]
         own = sum(len(case.inputs["input_ids"]) for case in cases if case.from_data)
         texts = recover_texts.Texts(work.facts, kept, self.wishes.batch, self.wishes.seed)
         counts = {"texts": len(kept), "texts_of_data": own, "left_out_as_judged": len(items) - len(kept)}
-        return texts, {**counts, "select_texts": len(recover_texts.items_of(self.bench.cases, work.facts))}
+        return texts, {**counts, "select_texts": len(inputs.items_of(self.bench.cases, work.facts))}
 
     def _groups(self, student: FakeQuantized) -> list[Group]:
         """Each tensor with a learning rate that fits its size."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nlpconvert import wording
+from nlpconvert import disk, wording
 
 
 def to_json(record: Mapping[str, Any]) -> str:
     """One JSON object: the record as OUT/training.json has it."""
-    return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+    return disk.json_text(record)
 
 
 def header(record: Mapping[str, Any]) -> list[str]:

@@ -330,14 +330,7 @@ class _Reference:
                 f"from ({record.source_sha256[:12]})"
             )
         with captured(Path(os.devnull)):
-            loaded = source.load(
-                self._model,
-                revision=self._options.revision,
-                task=record.task,
-                allow_missing_weights=self._options.allow_missing_weights,
-                trust_remote_code=self._options.trust_remote_code,
-                device=self._options.device,
-            )
+            loaded = source.load(self._model, **replace(self._options, task=record.task).loading())
         yield lambda batch: forward.call(loaded.module, batch)
 
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 
@@ -55,18 +55,29 @@ def open_streams() -> None:
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
-def table(stream: Any, header: Sequence[str], rows: Sequence[Mapping[str, str]]) -> None:
-    """Prints a table; the verdict has a colour where `stream` is a terminal."""
+COLOURS = {"agrees": "green", "DRIFT": "bold red", "FAILED": "bold red", "not run": "yellow"}
+"""What a verdict begins with, and how it is shown."""
+ALARMS = {word: COLOURS[word] for word in ("DRIFT", "FAILED")}
+
+
+def table(
+    stream: Any,
+    header: Sequence[str],
+    rows: Sequence[Mapping[str, str]],
+    *,
+    numbers: Collection[str] = ("size", "seconds"),
+    colours: Mapping[str, str] = COLOURS,
+) -> None:
+    """Prints a table, `numbers` at the right of their columns; a verdict has a colour where `stream` is a terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    colours = {"agrees": "green", "DRIFT": "bold red", "FAILED": "bold red", "not run": "yellow"}
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for name in header:
-        grid.add_column(name, justify="right" if name in ("size", "seconds") else "left", overflow="fold")
+        grid.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
     for row in rows:
-        verdict = row["verdict"]
+        verdict = row.get("verdict", "")
         style = next((style for word, style in colours.items() if verdict.startswith(word)), "")
         grid.add_row(*(Text(row[name], style=style if name == "verdict" else "") for name in header))
     # Not on a terminal (a CI log, a file) a line is as long as it needs to be.

@@ -26,7 +26,7 @@ from nlpconvert.options import (
     Verbose,
 )
 from nlpconvert.options import options as made
-from nlpconvert.terminal import Terminal
+from nlpconvert.terminal import ALARMS, Terminal, table
 
 
 def train(
@@ -106,23 +106,10 @@ def train(
             print(report_training.to_json(trained.record), end="")
         if not quiet:
             if trained.record.get("epochs"):
-                _table(stream, report_training.header(trained.record), report_training.table_rows(trained.record))
+                header = report_training.header(trained.record)
+                numbers = set(header) - {"verdict", ""}
+                rows = report_training.table_rows(trained.record)
+                table(stream, header, rows, numbers=numbers, colours=ALARMS)
             for line in report_training.lines(trained.record, shlex.quote(str(out))):
                 print(line, file=stream)
     raise typer.Exit(trained.exit_code)
-
-
-def _table(stream: object, header: list[str], rows: list[dict[str, str]]) -> None:
-    """The table of epochs, words at the left and numbers at the right."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table(box=None, pad_edge=False, header_style="bold")
-    for name in header:
-        grid.add_column(name, justify="left" if name in ("verdict", "") else "right", overflow="fold")
-    for row in rows:
-        styles = ["bold red" if row[name] in ("DRIFT", "FAILED") else "" for name in header]
-        grid.add_row(*(Text(row[name], style=style) for name, style in zip(header, styles, strict=True)))
-    wide = None if getattr(stream, "isatty", bool)() else 160
-    Console(file=stream, width=wide, highlight=False).print(grid)  # type: ignore[arg-type]  # a text stream

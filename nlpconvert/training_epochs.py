@@ -23,7 +23,6 @@ from nlpconvert.artifact import Outcome
 from nlpconvert.errors import NlpconvertError
 from nlpconvert.plan import Options
 from nlpconvert.progress import Progress, Silent, captured
-from nlpconvert.validators.metrics import METRICS
 
 if TYPE_CHECKING:
     from nlpconvert.source import Loaded
@@ -164,11 +163,6 @@ def metric_of(task: str, asked: str | None) -> str:
     if row.name == "bleu":
         metrics_text.check_bleu()
     return row.name
-
-
-def words(metric: str) -> str:
-    """The name of a metric's first score."""
-    return METRICS[metric].scores[0].name
 
 
 def _worst(outcome: Outcome) -> float | None:

@@ -35,13 +35,7 @@ def load_model(model: str, options: Options) -> Loaded:
     from nlpconvert import source
 
     with captured(Path(os.devnull)):
-        return source.load(
-            model,
-            revision=options.revision,
-            task=options.task,
-            allow_missing_weights=options.allow_missing_weights,
-            trust_remote_code=options.trust_remote_code,
-        )
+        return source.load(model, **options.loading())
 
 
 def check_epochs(loaded: Loaded, wishes: Wishes, options: Options) -> None:

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from nlpconvert.training.states import State, States
 
 RECORD, LOG, BOARD = "training.json", "train.jsonl", "tensorboard"
-OURS = (RECORD, LOG, BOARD, "checkpoints", training_epochs.MODEL, training_epochs.CONVERTED)
 CURVE = 1000
 """Points of a curve that the record keeps at most; the log has all."""
 VERIFIED_STEPS = 10
@@ -228,7 +227,7 @@ class Run:
             engine = engines.make("torch", objective)
         if self.wishes.engine is None and self.engine_name == "torch":
             self._say("engine: torch (PyTorch itself; pip install 'nlpconvert[training]' brings ONNX Runtime's)")
-        engine.dropout = self.wishes.dropout  # type: ignore[attr-defined]  # both engines have it
+        engine.dropout = self.wishes.dropout
         return objective, engine
 
     def _optimizer(self, loaded: Loaded, engine: Engine) -> torch.optim.Optimizer:

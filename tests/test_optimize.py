@@ -24,6 +24,7 @@ from nlpconvert.plan import Options
 from nlpconvert.source import Loaded
 from tests import tiny
 from tests.asking import CLOSE, ask, batch, loaded, make
+from tests.conftest import FIXTURES
 from tests.test_architectures import MORE, QUICK, REFUSED, wrong
 
 # Architecture: attentions fused, of how many. Those that are not have the reason in REASONS.
@@ -44,14 +45,6 @@ REASONS = {
     "squeezebert": "the keys are not turned",
     "convbert": "the graph has 2 heads, config.json says 4",
 }
-FIXTURES = (
-    "bert-text-classifier",
-    "bert-token-classifier",
-    "bert-question-answering",
-    "gpt2-lm",
-    "llama-lm",
-    "t5-seq2seq",
-)
 
 
 def fused(parent: Artifact, directory: Path, target: str = "cpu") -> Artifact:

@@ -125,11 +125,11 @@ def test_nothing_that_is_judged_was_trained_on(recovered: tuple[Path, Recovered]
     record = manifest.read(out)
     facts = models.facts_from_data(record.facts)
     cases, _ = golden.read(out / manifest.GOLDEN)
-    judged = {item.rows for item in recover_texts.items_of(cases, facts)}
+    judged = {item.rows for item in inputs.items_of(cases, facts)}
     options = replace(OPTIONS, data=harmed / "texts.jsonl")
     encode = source.load(str(harmed / "model")).encode
-    own = recover_texts.items_of(calibration.data_cases(options, facts, encode, "judge"), facts)
-    trained = recover_texts.items_of(calibration.cases(options, facts, encode, "calibrate"), facts)
+    own = inputs.items_of(calibration.data_cases(options, facts, encode, "judge"), facts)
+    trained = inputs.items_of(calibration.cases(options, facts, encode, "calibrate"), facts)
     assert {item.rows for item in own} <= judged
     assert len([item for item in trained if item.rows not in judged]) == _facts(out)["texts"]
 
@@ -338,12 +338,12 @@ def test_rows_come_out_of_their_cases_and_go_into_batches(harmed: Path) -> None:
     facts = facts_of(harmed)
     items = [Item((Row(tuple(range(5, 5 + n)), (0,) * n),)) for n in range(1, 41)]
     case = inputs.Case("c", inputs.collate(facts, items))
-    assert recover_texts.items_of([case], facts) == items
+    assert inputs.items_of([case], facts) == items
     plain = recover_texts.Texts(facts, items, batch=8, seed=0, varied=False)
     seen: list[Item] = []
     for batch in plain.batches():
         assert len(batch["input_ids"]) <= 8 and batch["input_ids"].size <= 8 * recover_texts.BATCH_TOKENS
-        seen += recover_texts.items_of([inputs.Case("b", batch)], facts)
+        seen += inputs.items_of([inputs.Case("b", batch)], facts)
         if len(seen) >= len(items):
             break
     assert sorted(seen, key=lambda each: len(each.rows[0].ids)) == items
@@ -356,7 +356,7 @@ def test_a_varied_text_keeps_its_special_tokens_and_the_seed_decides(harmed: Pat
     shown = []
     for seed in (0, 0, 1):
         batches = recover_texts.Texts(facts, items, batch=40, seed=seed).batches()
-        shown.append([item.rows[0].ids for item in recover_texts.items_of([inputs.Case("b", next(batches))], facts)])
+        shown.append([item.rows[0].ids for item in inputs.items_of([inputs.Case("b", next(batches))], facts)])
     assert shown[0] == shown[1] != shown[2]
     lengths = {len(ids) for ids in shown[0]}
     assert len(lengths) > 3 and max(lengths) == 22

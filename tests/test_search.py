@@ -34,18 +34,11 @@ from nlpconvert.errors import ConversionError
 from nlpconvert.inputs import Case
 from nlpconvert.search import Score
 from tests import test_qdq
+from tests.conftest import FIXTURES
 from tests.test_fixtures import HOME
 from tests.test_qdq import Model
 
 STEPS = ("onnx-qdq", "onnx-int8")
-FIXTURES = (
-    "bert-text-classifier",
-    "bert-token-classifier",
-    "bert-question-answering",
-    "gpt2-lm",
-    "llama-lm",
-    "t5-seq2seq",
-)
 QUICK = ("bert-text-classifier", "gpt2-lm")
 model_of = test_qdq.model_of
 _MADE: dict[str, tuple[Path, dict[str, Outcome]]] = {}

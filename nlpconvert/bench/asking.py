@@ -12,7 +12,7 @@ import numpy as np
 
 from nlpconvert.bench.policies import Batches
 from nlpconvert.errors import UsageError
-from nlpconvert.inputs import Case, Item, Row, collate
+from nlpconvert.inputs import Case, Item, Row, collate, items_of
 from nlpconvert.models import TASKS, Facts
 
 CHOICES = 2
@@ -85,7 +85,7 @@ class Texts:
 
     def __init__(self, facts: Facts, cases: Iterable[Case], *, distinct: bool = False) -> None:
         self.facts = facts
-        found = [item for case in cases for item in _items(case, facts)]
+        found = items_of(cases, facts)
         if found:
             common = Counter(len(item.rows) for item in found).most_common(1)[0][0]
             found = [item for item in found if len(item.rows) == common]
@@ -107,30 +107,3 @@ class Texts:
             collate(self.facts, [self.items[place] for place in rows], left=left, length=width)
             for rows, width in zip(planned.rows, planned.widths, strict=True)
         ]
-
-
-def _items(case: Case, facts: Facts) -> list[Item]:
-    """The rows of a case without their padding; those without a token are left out."""
-    ids = case.inputs["input_ids"]
-    if not ids.size:
-        return []
-    mask = case.inputs.get("attention_mask", (ids != facts.pad_id).astype(np.int64)) != 0
-    types = case.inputs.get("token_type_ids", np.zeros_like(ids))
-    shape = (len(ids), -1, ids.shape[-1])
-    ids, mask, types = ids.reshape(shape), mask.reshape(shape), types.reshape(shape)
-    found = []
-    for number in range(len(ids)):
-        rows = tuple(
-            Row(tuple(map(int, ids[number, r][mask[number, r]])), tuple(map(int, types[number, r][mask[number, r]])))
-            for r in range(ids.shape[1])
-        )
-        target: tuple[int, ...] = ()
-        if "decoder_input_ids" in case.inputs:
-            decoder = case.inputs["decoder_input_ids"][number]
-            real = (
-                case.inputs.get("decoder_attention_mask", np.ones_like(case.inputs["decoder_input_ids"]))[number] != 0
-            )
-            target = tuple(map(int, decoder[real]))
-        if all(row.ids for row in rows) and (target or "decoder_input_ids" not in case.inputs):
-            found.append(Item(rows, target))
-    return found

@@ -129,10 +129,8 @@ def open_subject(subject: Subject, record: Manifest, options: Options, model: st
         from nlpconvert.backends import eager
 
         name, revision = where(record, model)
-        loaded = source.load(
-            name, revision=revision, task=record.task, allow_missing_weights=True,
-            trust_remote_code=options.trust_remote_code, device=options.device,
-        )  # fmt: skip
+        whole = replace(options, revision=revision, task=record.task, allow_missing_weights=True)
+        loaded = source.load(name, **whole.loading())
         return eager.open(loaded.module, options.threads)
     if artifact.format != "onnx" or artifact.made_by.get("foreign"):
         return runtimes.open_artifact(artifact, options)

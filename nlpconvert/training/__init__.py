@@ -34,9 +34,13 @@ class Batch:
 
 
 class Engine(Protocol):
-    """Makes gradients. `parameters`: what is trained, by the names of the checkpoint's module, tied ones once."""
+    """Makes gradients. `parameters`: what is trained, by the names of the checkpoint's module, tied ones once.
+
+    `dropout`: as the model's config has it, or off.
+    """
 
     name: str
+    dropout: bool
 
     @property
     def parameters(self) -> Mapping[str, torch.nn.Parameter]: ...

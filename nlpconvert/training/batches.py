@@ -9,7 +9,6 @@ is lost, whatever does not divide.
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from nlpconvert import dataset, inputs, labelled
+from nlpconvert import dataset, disk, inputs, labelled
 from nlpconvert.errors import UsageError
 from nlpconvert.inputs import Item
 from nlpconvert.labelled import Entry, Labels
@@ -63,7 +62,7 @@ class Data:
         chosen = [self.examples[row] for row in rows]
         arrays = inputs.collate(self.facts, [each.item for each in chosen], length=1)
         labels = {name: self._labels(name, chosen, arrays) for name in chosen[0].labels}
-        return Batch(arrays, labels, self._targets(labels))
+        return Batch(arrays, labels, targets(self.facts.task, labels))
 
     def _labels(self, name: str, chosen: Sequence[Example], arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         if not _by_place(self.facts):
@@ -74,10 +73,11 @@ class Data:
             padded[row, : len(each.labels[name])] = each.labels[name]
         return padded
 
-    def _targets(self, labels: Mapping[str, np.ndarray]) -> int:
-        first = next(iter(labels.values()))
-        counted = first[:, 1:] if self.facts.task == "text-generation" else first  # its first token is not predicted
-        return int((counted != IGNORED).sum())
+
+def targets(task: str, labels: Mapping[str, np.ndarray]) -> int:
+    """How many labels of a batch count in the loss; a language model's first token is not predicted."""
+    first = next(iter(labels.values()))
+    return int(((first[:, 1:] if task == "text-generation" else first) != IGNORED).sum())
 
 
 def _by_place(facts: Facts) -> bool:
@@ -114,12 +114,13 @@ def read(path: Path, columns: str, facts: Facts, reader: Reader, labels: Labels,
         raise UsageError(
             f"{path}: rows have {min(choices)} to {max(choices)} choices; to be trained in batches all need as many"
         )
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return Data(facts, examples, digest, tuple(_notes(entries, len(made) - len(examples), reader.limit, path)))
+    return Data(
+        facts, examples, disk.sha256_file(path), tuple(_notes(entries, len(made) - len(examples), reader.limit, path))
+    )
 
 
 def _where(path: Path, number: int) -> str:
-    return labelled._Lines(path).where(number)
+    return labelled.Lines(path).where(number)
 
 
 def _notes(entries: Sequence[Entry], left_out: int, limit: int, path: Path) -> Iterator[str]:

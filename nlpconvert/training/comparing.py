@@ -103,7 +103,7 @@ def compare(ours: Loop, theirs: Loop, exact: Loop, steps: int) -> Comparison:
     Their weights, which begin alike, are changed.
     """
     for loop in (ours, theirs, exact):
-        loop.engine.dropout = False  # type: ignore[attr-defined]  # both engines have it
+        loop.engine.dropout = False
     before = {name: each.detach().clone() for name, each in theirs.engine.parameters.items()}
     largest = {name: torch.zeros_like(each) for name, each in before.items()}
     losses, least = [], {}

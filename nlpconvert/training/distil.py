@@ -59,7 +59,6 @@ class Plan:
     steps: int
     every: int
     hidden: float = 0.0
-    decay: str = "cosine"
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def _rate(step: int, plan: Plan) -> float:
     if step < warm:
         return (step + 1) / warm
     done = min((step - warm) / max(plan.steps - warm, 1), 1.0)
-    return (1 + math.cos(math.pi * done)) / 2 if plan.decay == "cosine" else 1 - done
+    return (1 + math.cos(math.pi * done)) / 2
 
 
 @torch.no_grad()

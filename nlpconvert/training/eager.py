@@ -13,18 +13,15 @@ from nlpconvert.training.losses import Objective
 class EagerEngine:
     """Autograd over the objective, on the device where the model is.
 
-    `compiled`: through torch.compile, dynamic in batch and length. `autocast`: the type that products are computed in
-    (torch.bfloat16), None for float32 throughout. `dropout` may be turned off, as the comparison of gradients does.
+    `dropout` may be turned off, as the comparison of gradients does.
     """
 
     name = "torch"
 
-    def __init__(self, objective: Objective, *, compiled: bool = False, autocast: torch.dtype | None = None) -> None:
+    def __init__(self, objective: Objective) -> None:
         self.objective = objective
         self.dropout = True
         self._trained = objective.parameters_trained
-        self._autocast = autocast
-        self._call = torch.compile(objective, dynamic=True) if compiled else objective
 
     @property
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
@@ -42,8 +39,8 @@ class EagerEngine:
             return 0.0
         torch.manual_seed(seed)
         self.objective.train(self.dropout)
-        with torch.enable_grad(), torch.autocast(tensors[0].device.type, self._autocast, self._autocast is not None):
-            loss = self._call(*tensors)[0]
+        with torch.enable_grad():
+            loss = self.objective(*tensors)[0]
         loss.backward()
         return float(loss.detach())
 

@@ -169,11 +169,11 @@ def require(verdict: Verdict) -> None:
 # -- the three sides ---------------------------------------------------------------------------------------------------
 
 
-def _without_dropout(engine: Any, batch: Batch) -> float:
+def _without_dropout(engine: Engine, batch: Batch) -> float:
     was = engine.dropout
     engine.dropout = False
     try:
-        return float(engine.step(batch, 0))
+        return engine.step(batch, 0)
     finally:
         engine.dropout = was
 

@@ -212,9 +212,7 @@ def _ask_for_dropout(model: onnx.ModelProto) -> None:
         node.input[1] = products.setdefault(share, product).output[0]
     constants = [made[share] for share in products]
     rest = [node for node in model.graph.node if not any(node is each for each in constants)]
-    ordered = [onnx.NodeProto.FromString(n.SerializeToString()) for n in (*constants, *products.values(), *rest)]
-    del model.graph.node[:]
-    model.graph.node.extend(ordered)
+    operators.put_nodes(model.graph, (*constants, *products.values(), *rest))
     model.graph.input.append(onnx.helper.make_tensor_value_info(DROPOUT, onnx.TensorProto.FLOAT, []))
 
 

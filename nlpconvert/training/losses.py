@@ -16,9 +16,8 @@ import torch
 from nlpconvert.errors import UsageError, first_line
 from nlpconvert.models import Facts, input_axes
 from nlpconvert.training import Batch
-
-IGNORED = -100
-"""A label of this value is no target."""
+from nlpconvert.training.batches import targets as targets_of
+from nlpconvert.validators.metrics import IGNORED
 
 Tensors = Mapping[str, torch.Tensor]
 cross_entropy = torch.nn.functional.cross_entropy
@@ -169,12 +168,7 @@ class Objective(torch.nn.Module):
             labels[name] = drawn.integers(0, self._size or sizes[self._row.classes], shape)
             if len(shape) > 1:
                 labels[name][0, -1] = IGNORED
-        return Batch(made, labels, self._targets(labels))
-
-    def _targets(self, labels: Mapping[str, np.ndarray]) -> int:
-        first = next(iter(labels.values()))
-        counted = first[:, 1:] if self._row.loss is _next_tokens else first
-        return int((counted != IGNORED).sum())
+        return Batch(made, labels, targets_of(facts.task, labels))
 
     def _choose(self) -> None:
         """Marks what is trained: what transformers' own class does not freeze and the loss of an example depends on."""

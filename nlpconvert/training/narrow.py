@@ -12,6 +12,8 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import onnx
 
+from nlpconvert.training import operators
+
 ROWWISE = frozenset(
     "Add Sub Mul Div Pow Sqrt Neg Erf Tanh Relu Sigmoid Identity Dropout LayerNormalization MatMul".split()
 )
@@ -115,6 +117,4 @@ def _insert(graph: onnx.GraphProto, added: Mapping[str, onnx.NodeProto]) -> None
     for node in graph.node:
         nodes.append(node)
         nodes += [added[name] for name in node.output if name in added]
-    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    del graph.node[:]
-    graph.node.extend(kept)
+    operators.put_nodes(graph, nodes)

@@ -30,6 +30,13 @@ def quiet() -> Any:
     return options
 
 
+def put_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
+    """Makes `nodes`, in their order, all nodes of the graph; they may be its own."""
+    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(kept)
+
+
 def check(model: onnx.ModelProto, trained: Collection[str], loss: str) -> None:
     """Raises ConversionError naming every operator between a trained parameter and the loss without a right gradient.
 

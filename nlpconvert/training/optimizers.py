@@ -103,18 +103,24 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
 }
 
 
+def named(name: str) -> OptimizerRow:
+    """The row of an optimizer. UsageError for a name that is none."""
+    if name not in OPTIMIZERS:
+        raise UsageError(f"--optimizer {name}: it is one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name]
+
+
 def make(
     name: str, module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter], lr: float, weight_decay: float
 ) -> torch.optim.Optimizer:
     """The optimizer of a name over an engine's parameters, in two groups. UsageError for a name that is none."""
-    if name not in OPTIMIZERS:
-        raise UsageError(f"--optimizer {name}: it is one of {', '.join(OPTIMIZERS)}")
+    row = named(name)
     decaying = decays(module, parameters)
     groups: list[dict[str, Any]] = [
         {"params": [each for key, each in parameters.items() if decaying[key] is wanted], "weight_decay": decay}
         for wanted, decay in ((True, weight_decay), (False, 0.0))
     ]
-    return OPTIMIZERS[name].make([group for group in groups if group["params"]], lr)
+    return row.make([group for group in groups if group["params"]], lr)
 
 
 def warmup_steps(warmup: float, steps: int) -> int:

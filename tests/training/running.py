@@ -76,7 +76,7 @@ def build(
     _, data = training_prepared.load(str(checkpoint or FIXTURES / fixture), wishes, plan.Options())
     objective = losses.with_loss(loaded.module, loaded.facts.task, loaded.facts)
     made = engines.make(engine, objective, threads=1)
-    made.dropout = dropout  # type: ignore[attr-defined]
+    made.dropout = dropout
     wanted = Plan(**{"lr": 1e-4, **planned})
     loop = Loop(
         made,

@@ -17,16 +17,9 @@ from nlpconvert.training.eager import EagerEngine
 from nlpconvert.training.gradients import MANY, Row, Verdict
 from nlpconvert.training.losses import Objective
 from tests import tiny
+from tests.conftest import FIXTURES
 from tests.training.objectives import judged, loaded, odd
 
-FIXTURES = (
-    "bert-text-classifier",
-    "bert-token-classifier",
-    "bert-question-answering",
-    "gpt2-lm",
-    "llama-lm",
-    "t5-seq2seq",
-)
 QUICK = ("albert", "bart", "mpnet", "opt", "gpt_neo")
 SLOW = (
     *("distilbert", "roberta", "electra", "deberta-v2", "modernbert", "camembert", "big_bird", "qwen3", "gemma3"),

@@ -17,15 +17,7 @@ from nlpconvert.training import Batch
 from nlpconvert.training.eager import EagerEngine
 from nlpconvert.training.losses import LOSSES, Objective, with_loss
 from tests import tiny
-
-FIXTURES = (
-    "bert-text-classifier",
-    "bert-token-classifier",
-    "bert-question-answering",
-    "gpt2-lm",
-    "llama-lm",
-    "t5-seq2seq",
-)
+from tests.conftest import FIXTURES
 
 
 def loaded(directory: Path, **keywords: Any) -> Objective:

@@ -25,6 +25,7 @@ from nlpconvert.training.eager import EagerEngine
 from nlpconvert.training.graph import GradientGraph
 from nlpconvert.training.losses import Objective
 from nlpconvert.training.ort import OrtEngine
+from nlpconvert.validators import metrics
 from tests import tiny
 from tests.training.objectives import judged, loaded, maker, odd, scale
 
@@ -293,7 +294,7 @@ def test_labels_that_are_shifted_twice(fixtures_dir: Path) -> None:
     row = objective._row
 
     def twice(answers: losses.Tensors, labels: losses.Tensors) -> torch.Tensor:
-        shifted = torch.nn.functional.pad(labels["labels"][:, 1:], (0, 1), value=losses.IGNORED)
+        shifted = torch.nn.functional.pad(labels["labels"][:, 1:], (0, 1), value=metrics.IGNORED)
         return row.loss(answers, {"labels": shifted})
 
     objective._row = SimpleNamespace(**{**vars(row), "loss": twice})  # type: ignore[assignment]
